@@ -52,19 +52,20 @@ class Runner:
         self.memory = [[GARBAGE] * self.blocks.page for _ in range(self.blocks.pages)]
 
     def run(self, step: Step, *, fail: bool = False) -> list[int]:
+        """Return a token for each that samples, and one after each token of its draft."""
         self.check(step)
         before = [list(page) for page in self.memory]
         for source, target in step.copies:
             self.memory[target] = list(before[source])  # all at once: their order must not matter
         sampled = []
         for run in step.chunks:
-            for i in range(run.start, run.end):
+            for i, token in enumerate(run.ids, run.start):
                 page, at = run.pages[i // self.blocks.page], i % self.blocks.page
                 seen = [self.memory[run.pages[j // self.blocks.page]][j % self.blocks.page] for j in range(i)]
-                self.memory[page][at] = GARBAGE if fail else keys_and_values(run.sequence, i, seen, run.sequence.ids[i])
-            last = run.end - 1
-            logits = self.memory[run.pages[last // self.blocks.page]][last % self.blocks.page]
-            sampled += [draw(logits, s) for s in run.samples]
+                self.memory[page][at] = GARBAGE if fail else keys_and_values(run.sequence, i, seen, token)
+            for last in range(run.end - 1, run.end + len(run.draft)):
+                logits = self.memory[run.pages[last // self.blocks.page]][last % self.blocks.page]
+                sampled += [draw(logits, s) for s in run.samples]
         if fail:
             raise RuntimeError("the device has fallen off the bus")
         return sampled
@@ -85,8 +86,10 @@ class Runner:
             assert (s.state, s.precision, s.computed) == (State.RUNNING, step.precision, run.start)
             assert (len(run.samples) > 0) == (run.end == len(s.ids))
             page = self.blocks.page
-            written = set(run.pages[run.start // page : self.blocks.pages_for(run.end)])
-            assert len(written) == self.blocks.pages_for(run.end) - run.start // page, "a token has no page"
+            last = self.blocks.pages_for(run.end + len(run.draft))
+            written = set(run.pages[run.start // page : last])
+            assert len(written) == last - run.start // page, "a token has no page"
+            assert not run.draft or len(run.samples) == 1
             others = {p for t in tables if t is not s.table for p in t.pages}
             assert not written & others, "a page is written that another sequence sees"
 

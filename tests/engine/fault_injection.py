@@ -100,8 +100,9 @@ class PlayedRunner:
         self.vocabulary, self.sampled = engine.llm.model.spec.vocabulary, dict[Sequence, int]()
 
     def run(self, step: Step) -> torch.Tensor:
-        logits = torch.zeros(len(step.samples), self.vocabulary)
-        for row, token in zip(logits, self.played.run(step), strict=True):
+        tokens = self.played.run(step)
+        logits = torch.zeros(len(tokens), self.vocabulary)
+        for row, token in zip(logits, tokens, strict=True):
             row[token] = 10.0
         return logits
 
@@ -133,6 +134,7 @@ class Told:
 def played_engine(llm: LLM, *, ahead: bool = False, **options: Any) -> Engine:
     """An engine whose model is played: quick, and a wrong page anywhere changes the tokens."""
     limits = {"pages": 9, "max_batch": 6, "budget": 24, "watermark": 0, "kv": "16:page=4"}
+    limits["speculate"] = "off" if ahead else "ngram:tokens=3,adaptive=false"
     engine = Engine(llm, **{**limits, **options})
     engine.runner = PlayedRunner(engine, ahead)  # type: ignore[assignment]
     return engine

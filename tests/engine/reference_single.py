@@ -13,7 +13,7 @@ TEXTS = ["Hello", "Once upon a time there was a fox", "a", "Once upon a time the
 
 def alone(llm: LLM, prompt: Any, sampling: Sampling = GREEDY, *, kv: Any = 16, **options: Any) -> list[list[int]]:
     """The tokens of a request that has an engine, with plenty of pages, for itself."""
-    handle = Engine(llm, kv=kv, pages=64).add(prompt, sampling, **options)
+    handle = Engine(llm, kv=kv, pages=64, speculate="off").add(prompt, sampling, **options)
     assert all(event.index < handle.request.n for event in handle)
     return tokens(handle)
 

@@ -159,7 +159,8 @@ def outcome(handle: Handle) -> Found:
 def single(llm: LLM, case: Case, asked: Sequence[Asked], **options: Any) -> list[Found]:
     """Run requests one after the other, each alone and its prompt in one step; all of them to max_tokens."""
     pages = -(-CONTEXT // PAGE)
-    engine = Engine(llm, kv=case.kv, pages=pages, max_batch=2, budget=CONTEXT, sharing=False, **options)
+    limits = {"kv": case.kv, "pages": pages, "max_batch": 2, "budget": CONTEXT, "sharing": False, "speculate": "off"}
+    engine = Engine(llm, **{**limits, **options})
     found = []
     for one in asked:
         handle = engine.add(list(one.prompt), one.sampling, n=one.n, bits=one.bits, ignore_end=True)

@@ -89,11 +89,13 @@ def heard(handle: Handle, events: list[Any]) -> list[list[int]]:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_traffic_gives_everyone_the_tokens_of_one_alone(nested: LLM, data: st.DataObject) -> None:
-    """Few pages, arrivals at any step, cancellations, faults, stop strings, end tokens, some who need logits."""
+    """Few pages, arrivals at any step, cancellations, faults, stop strings, end tokens, drafts, some need logits."""
     kv = data.draw(st.sampled_from(["16:page=4", "4:page=4"]), label="kv")
     pages, max_batch = data.draw(st.integers(14, 30), label="pages"), data.draw(st.integers(3, 6), label="batch")
     budget, spare = data.draw(st.integers(max_batch, 24), label="budget"), data.draw(st.integers(0, 1))
-    engine = late(nested, kv=kv, pages=pages, max_batch=max_batch, budget=budget, watermark=spare)
+    guess = data.draw(st.sampled_from(["off", "ngram:tokens=3,adaptive=false"]), label="speculate")
+    options = {"max_batch": max_batch, "budget": budget, "watermark": spare, "speculate": guess}
+    engine = late(nested, kv=kv, pages=pages, **options)
     asked: list[tuple[Any, Handle, list[Any]]] = []
     for _ in range(data.draw(st.integers(1, 25), label="rounds")):
         what = data.draw(st.sampled_from(["add", "add", "step", "step", "step", "cancel", "start", "tokens"]))
@@ -116,7 +118,7 @@ def test_any_traffic_gives_everyone_the_tokens_of_one_alone(nested: LLM, data: s
 
 
 def test_the_next_step_is_started_before_tokens_are_asked_for(nested: LLM) -> None:
-    engine = late(nested, kv="16", pages=64)
+    engine = late(nested, kv="16", pages=64, speculate="off")
     handle, events = engine.add("Hello", GREEDY, ignore_end=True), list[str]()
     start = engine.runner.start
 

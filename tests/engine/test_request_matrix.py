@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from emulated_cuda import emulate
+from known_drafts import ALWAYS, draft_known
 from reference_single import assert_empty
 from request_matrix import (
     ANSWERS,
@@ -63,7 +64,13 @@ def test_a_batch_on_a_cpu_gets_what_single_requests_get(
     for emulated in (False, True):
         if emulated:
             emulate(monkeypatch)
-        engine, runs = batch(llm, case, asked, ends)
+        guesses = emulated == (case.number % 2 == 0)
+        if guesses:
+            whole = [[*one.prompt, *t] for one, found in zip(asked, each, strict=True) for _, t in found]
+            draft_known(monkeypatch, whole, WORDS)
+        engine, runs = batch(llm, case, asked, ends, speculate=ALWAYS if guesses else "off")
+        assert guesses or engine.stats.tokens_drafted == 0
+        assert engine.stats.tokens_accepted > 0 or not guesses or case.budget < 512  # prompts in nearly every step
         assert isinstance(engine.runner.executor(None), CudaExecutor) == emulated
         for found in runs:
             assert found == each
@@ -81,7 +88,7 @@ def test_a_batch_on_a_gpu_gets_what_single_requests_get(case: Case, folder: Path
     for invariant in (True, False) if not eager else (False,):
         alone = single(llm, case, asked, batch_invariant=invariant)
         ends, each = wanted(asked, alone)
-        _, runs = batch(llm, case, asked, ends, batch_invariant=invariant)
+        _, runs = batch(llm, case, asked, ends, batch_invariant=invariant, speculate=ALWAYS if invariant else None)
         for found in runs:
             assert not invariant or found == each
             for one, got, reference in zip(asked, found, alone, strict=True):

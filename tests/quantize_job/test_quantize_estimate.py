@@ -10,7 +10,9 @@ from crelle.quantize_job import estimate as quantize_estimate
 from crelle.quantize_job.data import CalibrationData
 from crelle.quantize_job.effort import Effort
 from crelle.quantize_job.estimate import estimate
+from crelle.quantize_job.first_layers import layer_count
 from crelle.quantize_job.run import estimate_for
+from crelle.quantizers.stage_times import FULL, SOLVE
 
 CPU = torch.device("cpu")
 TEXT = "It was a small text to calibrate on, and to train on as well. " * 200
@@ -49,11 +51,35 @@ def test_an_estimate_has_the_parts_that_a_run_has(small_model: Path) -> None:
         assert found >= 0
 
 
+def take_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a layer take 3 s, and 1 ms a token besides, of which 1 s is in the stages of tokens; the first pass 9 s."""
+    calibrate = quantize_estimate._calibrate
+    passes: list[torch.Tensor] = []
+
+    def timed(model: object, config: object, tokens: torch.Tensor, *rest: object) -> tuple[object, object, object]:
+        layer, fitted, _ = calibrate(model, config, tokens, *rest)
+        passes.append(tokens)
+        first = 9.0 if len(passes) == 1 else 0.0
+        solved = 0.0 if str(config) == "fp16" else 2.0
+        return layer, fitted, {FULL: first + 1 + 1e-3 * tokens.numel(), SOLVE: solved}
+
+    monkeypatch.setattr(quantize_estimate, "_calibrate", timed)
+
+
+def test_a_token_takes_what_more_tokens_take_more(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done once a layer, or once in all, is not counted for each token."""
+    take_by_tokens(monkeypatch)
+    layers = layer_count(open_weights(small_model))
+    found = parts(small_model, "gptq:bits=3,group=24", rows=50)["layers"]
+    assert found == pytest.approx(layers * (3 + 50 * 32 * 1e-3))
+
+
 def test_parts_grow_with_rows_steps_and_sequences(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def of(scheme: str, rows: int, own: int) -> dict[str, float]:
         clock = Steps()
         monkeypatch.setattr(quantize_estimate, "perf_counter", clock)
         monkeypatch.setattr("crelle.quantizers.stage_times.perf_counter", clock)
+        take_by_tokens(monkeypatch)
         return parts(small_model, scheme, rows, own)
 
     few, many = of("auto:bits=3.35,steps=2", 8, 4), of("auto:bits=3.35,steps=20", 8, 4)

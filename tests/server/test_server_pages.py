@@ -124,8 +124,8 @@ def test_metrics_count(llm: LLM) -> None:
 def test_metrics_have_the_names_and_types_that_dashboards_know(server: Running) -> None:
     gauges = """ready queue_length queue_limit texts_running requests_running requests_waiting kv_pages kv_pages_used
         kv_pages_cached tokens_per_second recent_time_to_first_token_seconds"""
-    counters = """steps tokens_run tokens_drawn tokens_reused prompt_tokens preemptions texts_finished texts_failed
-        disconnects slow_readers timeouts requests prefill_seconds decode_seconds"""
+    counters = """steps tokens_run tokens_drawn draft_tokens accepted_tokens tokens_reused prompt_tokens preemptions
+        texts_finished texts_failed disconnects slow_readers timeouts requests prefill_seconds decode_seconds"""
     want = {f"crelle_{name}": "gauge" for name in gauges.split()}
     want |= {f"crelle_{name}_total": "counter" for name in counters.split()}
     want |= dict.fromkeys(("crelle_time_to_first_token_seconds", "crelle_time_per_token_seconds"), "histogram")
@@ -190,6 +190,20 @@ def test_playground_is_served_where_there_is_one(
 
 
 # Who may call ---------------------------------------------------------------------------------------------------------
+
+
+def test_guessed_tokens_are_counted_in_answers_and_metrics(llm: LLM) -> None:
+    said = []
+    for how in ("off", "ngram:tokens=3,adaptive=false"):
+        with serving(llm, engine={"speculate": how}) as server:
+            answer = body_of(complete(server, prompt="one two one two one two one", max_tokens=40, ignore_eos=True))
+            counts, found = answer["usage"]["completion_tokens_details"], numbers(server)
+            right, wrong = counts["accepted_prediction_tokens"], counts["rejected_prediction_tokens"]
+            assert (found["crelle_accepted_tokens_total"], found["crelle_draft_tokens_total"]) == (right, right + wrong)
+            assert found["crelle_tokens_drawn_total"] == answer["usage"]["completion_tokens"] == 40
+            assert (right > 0) == (how != "off")
+            said.append(answer["choices"][0]["text"])
+    assert said[0] == said[1]
 
 
 def test_without_a_key_only_harmless_pages_open(llm: LLM) -> None:

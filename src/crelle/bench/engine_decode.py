@@ -34,9 +34,8 @@ class EngineDecoder:
             raise CapacityError(f"{length} tokens do not fit the model's context of {llm.model.spec.context}")
         fmt = llm.kv if kv is None else KVFormat.parse(kv)
         pages = batch * -(-length // fmt.page)
-        self.engine = Engine(
-            llm, kv=fmt, pages=pages, max_batch=batch, budget=max(BUDGET, batch), watermark=0, sharing=False
-        )
+        limits = {"pages": pages, "max_batch": batch, "budget": max(BUDGET, batch), "watermark": 0}
+        self.engine = Engine(llm, kv=fmt, sharing=False, speculate="off", **limits)  # type: ignore[arg-type]
 
     def generate(self, ids: Tensor, tokens: int) -> Generation:
         """Continue prompts [B, T] by the likeliest tokens, all of them at once."""

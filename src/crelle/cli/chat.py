@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from crelle.cli.common.console import Json, Model, err, print_json, print_text, reading_input, use_threads
-from crelle.cli.common.option_groups import ModelOptions, model_options
+from crelle.cli.common.option_groups import ModelOptions, SpeculationOptions, model_options, speculation_options
 from crelle.cli.common.sampling import ChatSampling, chat_sampling_options
+from crelle.cli.views.acceptance import drafts
 from crelle.errors import CrelleError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ Ctrl-C    stop the reply; at an empty prompt, press it twice to quit"""
 
 
 @model_options
+@speculation_options
 @chat_sampling_options(max_tokens=512)
 def run(
     model: Model,
@@ -38,6 +40,7 @@ def run(
     *,
     sampling: ChatSampling,
     options: ModelOptions,
+    speculation: SpeculationOptions,
     json: Json = False,
 ) -> None:
     """Chat with a model. Type /help for the commands and /quit to leave; Ctrl-C stops a reply.
@@ -52,7 +55,7 @@ def run(
     from crelle.engine.compile_ahead import prompt_sizes
 
     use_threads(options.threads)
-    llm = options.load(model)
+    llm = options.load(model, speculation)
     if not llm.tokenizer.chats:
         raise UnsupportedError(f'{model} has no chat template; use `crelle generate {model} --prompt "…"` instead')
     chosen, source = sampling.for_model(llm.weights)
@@ -145,6 +148,8 @@ def _show(talk: "Conversation", pieces: "Generator[str]", json: bool) -> bool:
     if not json:
         print()
     done = talk.completion
+    if done is not None and done.drafted and _at_a_terminal():
+        _say(f"({drafts(done)}{done.tokens_per_second:.1f} tokens per second)")
     if done is not None and done.finish_reason == "length" and _at_a_terminal():
         full = len(done.tokens) < talk.sampling.max_tokens
         _say("(the context is full)" if full else f"(stopped after {len(done.tokens)} tokens: --max-tokens)")

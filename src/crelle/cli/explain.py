@@ -68,6 +68,7 @@ def run(
         refusal = None if fused else runs["others"][_FAST[where]]
         said = {"device": where, "gpu": where == "cuda" and not unseen, "note": _NO_GPU if unseen else None}
         said |= {"kv": str(cache), "fused": fused, "why_not_fused": refusal}
+        said |= {"speculation": None if spec.encoder else dict(zip(("method", "reason"), guesses(where), strict=True))}
         print_json({**said, "executors": chosen, "layers": rows})
         return
     for what, found in chosen.items():
@@ -75,11 +76,21 @@ def run(
         for name, reason in found["others"].items():
             if why or (found["executor"] == "torch" and name == _FAST[where]):
                 _print(f"    not {name}: {reason}")
+    if not spec.encoder:
+        _print("speculation: {}, {}".format(*guesses(where)))
     if unseen:
         _print(_NO_GPU)
     _print_kernels(rows, where, why)
     if not why:
         _print("--why prints why the other kernels and executors were not chosen.")
+
+
+def guesses(device: str) -> tuple[str, str]:
+    """Return how tokens are guessed on a device by default, and why."""
+    from crelle.engine.speculation.settings import default_speculation
+
+    chosen, reason = default_speculation(batch_invariant=device == "cpu", draft=False)
+    return str(chosen), reason
 
 
 def _print_kernels(rows: list[dict[str, Any]], where: str, why: bool) -> None:

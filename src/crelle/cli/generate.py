@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from crelle.cli.common.console import Json, Model, err, print_json, print_text, reading_input, use_threads
-from crelle.cli.common.option_groups import ModelOptions, model_options
+from crelle.cli.common.option_groups import ModelOptions, SpeculationOptions, model_options, speculation_options
 from crelle.cli.common.sampling import sampling_options
+from crelle.cli.views.acceptance import drafts
 
 if TYPE_CHECKING:
     from crelle.engine.sampling.sampler import Sampling
@@ -16,12 +17,14 @@ NAME = "generate"
 
 
 @model_options
+@speculation_options
 @sampling_options(max_tokens=128)
 def run(
     model: Model,
     prompt: Annotated[str, typer.Option("--prompt", help="Text to continue; - reads it from standard input.")],
     sampling: "Sampling",
     options: ModelOptions,
+    speculation: SpeculationOptions,
     json: Json = False,
 ) -> None:
     """Continue a prompt and print the text as it is generated.
@@ -35,7 +38,7 @@ def run(
     use_threads(options.threads)
     with reading_input():
         text = sys.stdin.read() if prompt == "-" else prompt
-    llm = options.load(model)
+    llm = options.load(model, speculation)
     options.compile(llm, model, [len(llm.encode(text))])
     pieces = llm.stream(text, sampling)
     if not json:
@@ -49,7 +52,7 @@ def run(
                 return
             print()
             err.print(
-                f"{len(done.tokens)} tokens, {done.tokens_per_second:.1f} per second, "
+                f"{len(done.tokens)} tokens, {done.tokens_per_second:.1f} per second, {drafts(done)}"
                 f"first token after {done.first_token_seconds:.2f} s, finish reason: {done.finish_reason}",
                 style="dim",
             )

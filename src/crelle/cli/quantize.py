@@ -242,6 +242,10 @@ def run(
         times = {"estimated_seconds": None if expected is None else expected.seconds}
         print_json({**asdict(report), **times, "estimated_stages": parts, "stage_seconds": taken})
         return
+    if (experts := report.experts) is not None:
+        more = f"; {experts.added} sequences were added for those that the text reached rarely" if experts.added else ""
+        err.print(f"experts took {experts.least} to {experts.most:,} calibration tokens, the median one ", end="")
+        err.print(f"{experts.median:,}{more}", highlight=False)
     if report.resumed_units:
         err.print(f"resumed after {report.resumed_units} finished shards")
     out.print(

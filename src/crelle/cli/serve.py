@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from crelle.cli.common.console import Json, Model, err, print_json, use_threads
-from crelle.cli.common.option_groups import ModelOptions, model_options
+from crelle.cli.common.option_groups import ModelOptions, SpeculationOptions, model_options, speculation_options
 from crelle.printable import printable
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ NAME = "serve"
 
 
 @model_options
+@speculation_options
 def run(
     model: Model,
     host: Annotated[
@@ -97,6 +98,7 @@ def run(
     ] = None,
     *,
     options: ModelOptions,
+    speculation: SpeculationOptions,
     json: Json = False,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API until SIGTERM or Ctrl-C.
@@ -145,7 +147,7 @@ def run(
     sock = reserve(settings)  # report a port in use before loading the model
     try:
         with err.status(f"loading {model}"):
-            llm = options.load(model)
+            llm = options.load(model, speculation)
             limits = {"memory": memory, "max_batch": max_batch, "budget": budget, "queue_limit": queue_limit}
             engine = Engine(llm, batch_invariant=exact, **limits)  # type: ignore[arg-type]
     except BaseException:
@@ -180,6 +182,8 @@ def _facts(server: "Server") -> dict[str, Any]:
         "device": str(llm.model.device),
         "kv": str(state.engine.kv),
         "exact": state.engine.runner.batch_invariant,
+        "speculation": str(state.engine.speculator),
+        "speculation_reason": state.engine.speculation_reason,
         "pages": plan.pages,
         "cached_tokens": plan.tokens,
         "bytes": {"total": plan.total, "weights": plan.weights, "working": plan.working, "cache": plan.cache},
@@ -212,6 +216,7 @@ def _banner(server: "Server", facts: dict[str, Any]) -> list[str]:
         "": plan.parts,
         "limits": f"{plan.max_batch} concurrent sequences (--max-batch), {plan.budget} tokens per step (--budget), "
         f"{facts['queue_limit']} waiting requests (--queue-limit), {settings.timeout:g} s per request (--timeout)",
+        "guesses": f"{facts['speculation']} ({facts['speculation_reason']}; --speculate to change)",
         "API key": keys,
         "address": f"{server.address}/v1 (API), {server.address} (playground)",
     }

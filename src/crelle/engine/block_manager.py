@@ -188,6 +188,11 @@ class BlockManager:
                 table.pages[at] = known
         table.length = length
 
+    def trim(self, table: BlockTable) -> None:
+        """Give back the pages after `table.length`, which held tokens that were drafted and not accepted."""
+        while len(table.pages) > self.pages_for(table.length):
+            self._drop(table.pages.pop())
+
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second table over the same pages; costs nothing until one of the two writes."""
         for page in table.pages:

@@ -1,4 +1,4 @@
-"""Embeddings of texts: a decoder's hidden states behind its last norm, pooled over the tokens.
+"""Embeddings of texts: a decoder's hidden states after its last norm, pooled over the tokens.
 
 No cache is written: a text runs in one pass, and its tokens attend to each other.
 """

@@ -8,7 +8,8 @@
 A step is: the scheduler chooses (under a lock), the runner computes (without it: requests may come in meanwhile), each
 sequence samples its token with its own sampler, the scheduler takes note. On a GPU, as long as all sample greedily, the
 next step is chosen and started before the tokens of the last one are here (`Scheduler`, "Ahead"): the device never
-waits for Python.
+waits for Python. Where tokens are guessed (crelle.engine.speculation), a step verifies several of a sequence: its
+sampler takes a token from the logits of each in turn, as long as it takes what was guessed.
 
 Whatever is thrown, BaseException included, every sequence gets exactly one last event and no page is lost:
 
@@ -30,7 +31,7 @@ LLM.generate may work on one LLM at once: a step holds `LLM.lock`.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from threading import Lock, RLock, Thread, current_thread
 from time import perf_counter
@@ -46,12 +47,15 @@ from crelle.engine.memory import show_bytes
 from crelle.engine.memory_defaults import choose_plan
 from crelle.engine.model_runner import ModelRunner
 from crelle.engine.output import OnEvent, OutputState, PromptLogprobs, QueueFullError
-from crelle.engine.sampling.batch_sampler import sample_batch
 from crelle.engine.sampling.grammar import GrammarSpec
 from crelle.engine.sampling.sampler import Sampler, Sampling, not_finite
 from crelle.engine.sampling.stop_filter import StopFilter
+from crelle.engine.sampling.verify import SampledToken, Verified, sample_drafts
 from crelle.engine.scheduler import UNKNOWN, Scheduler, Step
 from crelle.engine.sequence import Reason, Request, Sequence
+from crelle.engine.speculation.draft_model import DraftModel
+from crelle.engine.speculation.settings import Speculation, default_speculation
+from crelle.engine.speculation.speculator import Speculator
 from crelle.engine.stats import Stats, StepClock
 from crelle.engine.tokenization.tokenizer import Detokenizer
 from crelle.errors import CapacityError, SchemeError
@@ -84,6 +88,7 @@ class Engine:
         sharing: bool = True,
         queue_limit: int | None = None,
         batch_invariant: bool | None = None,
+        speculate: Speculation | str | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -94,14 +99,18 @@ class Engine:
             32 and 512.  watermark: see Scheduler.  sharing: see BlockManager.
         queue_limit: sequences that may wait; one more is refused.
         batch_invariant: see crelle.models.eager_executor.
+        speculate: off, ngram or draft (Speculation.parse); default: as the LLM was loaded, else default_speculation.
         """
         if memory is not None and pages is not None:
             raise SchemeError("give either a memory limit or a number of pages, not both")
         self.llm, self.kv = llm, llm.kv if kv is None else KVFormat.parse(kv)
-        counted = memory is not None or (pages is None and llm.model.device.type == "cuda")
-        models = [llm.model] + ([llm.at(bits) for bits in llm.precisions] if counted else [])
+        several = memory is not None or (pages is None and llm.model.device.type == "cuda")
+        models = [llm.model] + ([llm.at(bits) for bits in llm.precisions] if several else [])
         limits = {"memory": memory, "pages": pages, "max_batch": max_batch, "budget": budget}
-        self.plan = choose_plan(models, self.kv, **limits)  # type: ignore[arg-type]
+        invariant = llm.model.device.type == "cpu" if batch_invariant is None else batch_invariant
+        wanted, self.speculation_reason = self._speculation(speculate, invariant)
+        draft = llm.draft if wanted.method == "draft" else None
+        self.plan = choose_plan(models, self.kv, draft=draft and draft.model, **limits)  # type: ignore[arg-type]
         self.blocks = BlockManager(self.plan.pages, self.kv.page, sharing=sharing, max_pages=max_pages)
         self.scheduler = Scheduler(
             self.blocks,
@@ -111,13 +120,17 @@ class Engine:
             watermark=watermark,
         )
         try:
-            self.runner = ModelRunner(llm, self.kv, self.plan.pages, batch_invariant=batch_invariant)
+            self.runner = ModelRunner(llm, self.kv, self.plan.pages, batch_invariant=invariant)
+            sizes = llm.model.spec.vocabulary, self.plan.pages, self.kv.page
+            drafts = None if draft is None else DraftModel(draft, *sizes, batch_invariant=invariant)
         except (RuntimeError, MemoryError) as e:
             if not out_of_memory(e):
                 raise
             raise CapacityError(
                 f"the cache of {show_bytes(self.plan.cache)} cannot be allocated: {self.plan}"
             ) from None
+        self.speculator = Speculator(wanted, drafts)
+        self.scheduler.lookahead = self.speculator.lookahead
         self.queue_limit = queue_limit
         self.thread: Thread | None = None  # which steps the engine, where it has one: see AsyncEngine
         self.on_work: Callable[[], None] | None = None  # called when a request comes
@@ -132,8 +145,21 @@ class Engine:
         self._fatal: tuple[BaseException, str] | None = None  # why the engine stops when the step is over
         self._quit: BaseException | None = None  # to be raised when the step is over
         self._lock, self._stepping = RLock(), Lock()
-        self._counts = dict.fromkeys(("steps", "run", "sampled", "reused", "preemptions", "finished", "failed"), 0)
+        counted = ("steps", "run", "sampled", "reused", "preemptions", "finished", "failed", "drafted", "accepted")
+        self._counts = dict.fromkeys(counted, 0)
         self._clock = StepClock()
+
+    def _speculation(self, given: Speculation | str | None, invariant: bool) -> tuple[Speculation, str]:
+        """Return how tokens are guessed, and why."""
+        given = self.llm.speculation if given is None else given
+        if given is None:
+            return default_speculation(batch_invariant=invariant, draft=self.llm.draft is not None)
+        wanted = Speculation.parse(given)
+        if wanted.method == "draft" and self.llm.draft is None:
+            raise SchemeError("speculation by a draft model needs one: --draft DIR, or LLM.load(draft=...)")
+        if wanted.method != "off" and not invariant:
+            return wanted, "as requested; without --exact, tokens may differ as they do from batch to batch"
+        return wanted, "as requested"
 
     def add(
         self,
@@ -148,6 +174,7 @@ class Engine:
         cache_salt: Hashable = None,
         ignore_end: bool = False,
         grammar: GrammarSpec | None = None,
+        speculate: bool = True,
         on_event: OnEvent | None = None,
     ) -> Handle:
         """Queue a request, or say why it can never be served. From any thread, also while a step is under way.
@@ -155,8 +182,8 @@ class Engine:
         n: sequences to sample.  bits: precision of a nested checkpoint.  logprobs: how many likely tokens come with
         each one sampled (0: only its own).  prompt_logprobs: with each one of the prompt, which is then computed anew.
         priority: smaller goes first.  cache_salt: prefixes are shared only among requests with the same one.
-        ignore_end: go on behind the model's end tokens, up to max_tokens; for measurements.  grammar: what each answer
-        must match.
+        ignore_end: continue past the model's end tokens, up to max_tokens; for measurements.  grammar: what each answer
+        must match.  speculate: False: guess no tokens for this request.
         on_event: called with each event between steps, in the thread that steps; it should return at once.
         """
         sampling = sampling or Sampling()
@@ -178,6 +205,7 @@ class Engine:
             cache_salt=cache_salt if prompt_logprobs is None else (cache_salt, object()),
             prefill_differs=self.runner.prefill_differs(bits),
             scored=prompt_logprobs is not None,
+            speculate=speculate,
         )
         scores = None if prompt_logprobs is None else PromptLogprobs(ids, prompt_logprobs)
         handle, sequences = Handle(request, on_event, self), dict[Sequence, tuple[Handle, OutputState]]()
@@ -291,10 +319,10 @@ class Engine:
             if before:
                 self.scheduler.update(before[0], [UNKNOWN] * len(before[0].samples))
             missing = self.scheduler.missing_pages() if self.blocks.pages < self.blocks.max_pages else 0
+        if before and (missing or self.speculator.looks(len(self.scheduler.running))):
+            self._resolve(*before)  # its tokens lie with an executor that does not outlive the old pages
+            before = None
         if missing:
-            if before:  # its tokens lie with an executor that does not outlive the old pages
-                self._resolve(*before)
-                before = None
             self._grow(max(missing, self.blocks.pages))  # twice as many: copied once for each token at most
         with self._lock:
             step = self.scheduler.schedule()
@@ -310,6 +338,8 @@ class Engine:
             return
         with self.llm.lock:
             self.runner.grow(self.blocks.pages + more)
+            if self.speculator.draft is not None:
+                self.speculator.draft.grow(self.blocks.pages + more)
         with self._lock:
             self.blocks.grow_pool(more)
             self.plan = replace(self.plan, pages=self.blocks.pages)
@@ -335,6 +365,8 @@ class Engine:
                 step = self.scheduler.trim()
         try:
             with self.llm.lock:
+                drafts = self.speculator.fill(step)
+                step = self.scheduler.propose(drafts) if drafts else step
                 sampled = self._sample(step, self.runner.run(step)) if step else []
                 self._score(step)
         except BaseException as e:
@@ -342,19 +374,29 @@ class Engine:
             return
         if step:
             self._failed_steps = 0
-        self._clock.ended(step.prefills, begun)
+        accepted = {s: len(tokens) - 1 for s, tokens in zip(step.samples, sampled, strict=True) if len(tokens) > 1}
+        self._ended(step, accepted, begun)
         with self._lock:
-            self.scheduler.update(step, sampled)
-        for s, token in zip(step.samples, sampled, strict=True):
+            self.scheduler.update(step, [tokens[-1].token for tokens in sampled], accepted)
+        for s, tokens in zip(step.samples, sampled, strict=True):
             try:
-                self._push(s, token)
+                for found in tokens:
+                    self._push(s, found, last=found is tokens[-1])
             except BaseException as e:
                 self._doom(s, "error", e)
 
+    def _ended(self, step: Step, accepted: Mapping[Sequence, int], begun: float) -> None:
+        """Count a step that ended."""
+        seconds = self._clock.ended(step.prefills, begun)
+        self.speculator.note(step, accepted, seconds)
+        right = sum(accepted.values())
+        for name, by in {"run": step.drafted, "sampled": right, "drafted": step.drafted, "accepted": right}.items():
+            self._counts[name] += by
+
     def _starts(self, step: Step) -> bool:
-        """Whether all sequences of a step sample greedily, and the device can."""
+        """Whether all sequences of a step sample greedily and none has a draft, and the device can."""
         fast = all(self._active[s][1].fast for s in step.samples) and not step.scored
-        return fast and self.runner.starts(step)
+        return fast and not any(chunk.lookahead for chunk in step.chunks) and self.runner.starts(step)
 
     def _resolve(self, step: Step, started: PendingTokens, begun: float) -> None:
         """Wait for the tokens of a step that was started, and hand them on; a negative one: logits not finite."""
@@ -366,7 +408,7 @@ class Engine:
         except BaseException as e:
             tokens, lost = [UNKNOWN] * len(step.samples), e
             self._step_failed(e)
-        self._clock.ended(step.prefills, begun)
+        self._ended(step, {}, begun)
         for s, token in zip(step.samples, tokens, strict=True):
             try:
                 with self._lock:
@@ -376,21 +418,23 @@ class Engine:
                     continue
                 if token < 0:
                     raise lost or not_finite(len(s.ids))
-                self._active[s][1].sample(_not_looked_at, s.ids, token)
-                self._push(s, token)
+                state = self._active[s][1]
+                self._push(s, SampledToken(state.sample(_not_looked_at, s.ids, token), state.pending))
             except BaseException as e:
                 self._doom(s, "error", e)
         self._reap()
 
-    def _sample(self, step: Step, logits: Tensor) -> list[int]:
-        """Return a token for each that samples; one that cannot gets any token, and is doomed."""
-        sampled = []
-        for s, found in zip(
-            step.samples, sample_batch(logits, [(self._active[s][1], s.ids) for s in step.samples]), strict=True
-        ):
+    def _sample(self, step: Step, logits: Tensor) -> list[list[SampledToken]]:
+        """Return the tokens of each that samples: one, or a draft as far as it is right and the token after it.
+
+        One that cannot sample gets any token, and is doomed.
+        """
+        rows = [Verified(s, self._active[s][1], chunk.draft) for chunk in step.chunks for s in chunk.samples]
+        sampled = list[list[SampledToken]]()
+        for row, found in zip(rows, sample_drafts(logits, rows), strict=True):
             if isinstance(found, BaseException):
-                self._doom(s, "error", found)
-            sampled.append(0 if isinstance(found, BaseException) else found)
+                self._doom(row.sequence, "error", found)
+            sampled.append([SampledToken(0)] if isinstance(found, BaseException) else found)
         return sampled
 
     def _score(self, step: Step) -> None:
@@ -402,14 +446,15 @@ class Engine:
             except BaseException as e:
                 self._doom(s, "error", e)
 
-    def _push(self, s: Sequence, token: int) -> None:
-        """Detokenize a sampled token, and doom the sequence where that ends it."""
+    def _push(self, s: Sequence, found: SampledToken, *, last: bool = True) -> None:
+        """Detokenize a sampled token, and doom the sequence where that ends it; last: of those of the step."""
         handle, state = self._active[s]
-        if state.verdict is not None or token in s.request.end_ids:
+        if state.verdict is not None or found.token in s.request.end_ids:
             return
-        if (raised := handle.put(state.push(token))) is not None:
+        state.pending = found.logprob
+        if (raised := handle.put(state.push(found.token))) is not None:
             self._note(raised)
-        if state.text.stopped or (state.grammar is not None and state.grammar.finished):
+        if state.text.stopped or (last and state.grammar is not None and state.grammar.finished):
             self._doom(s, "stop")
 
     # Ends ----------------------------------------------------------------------------------------------------------
@@ -465,16 +510,18 @@ class Engine:
             reason = "error"  # a fault came between its last token and the text
         if reason == "error" and error is None:
             error = RuntimeError("a fault elsewhere in the engine ended this sequence")
+        counts = {"reused": s.reused, "preemptions": s.preemptions, "drafted": s.drafted, "accepted": s.accepted}
         try:
-            event = state.finish(reason, error, reused=s.reused, preemptions=s.preemptions)
+            event = state.finish(reason, error, **counts)  # type: ignore[arg-type]
         except BaseException as e:  # in the detokenizer, say: its text is not whole, but what there is comes
             self._note(e)
             if reason in ("stop", "length"):
                 reason, error = "error", e
-            event = state.finish(reason, error, whole=False, reused=s.reused, preemptions=s.preemptions)
+            event = state.finish(reason, error, whole=False, **counts)
         if (raised := handle.put(event)) is not None:
             self._note(raised)
         with self._lock:
+            self.speculator.forget(s)
             del self._active[s]
             self._counts["finished"] += 1
             self._counts["failed"] += reason == "error"

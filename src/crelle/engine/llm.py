@@ -22,6 +22,8 @@ from crelle.engine.memory_defaults import most_pages
 from crelle.engine.offline import generate_all
 from crelle.engine.output import Completion, StreamChunk
 from crelle.engine.sampling.sampler import Sampling, sampling_of
+from crelle.engine.speculation.load_draft import load_draft
+from crelle.engine.speculation.settings import Speculation
 from crelle.engine.tokenization.tokenizer import Message, Tokenizer
 from crelle.errors import SchemeError
 from crelle.formats.kv.format import kv_of_checkpoint
@@ -62,6 +64,8 @@ class LLM(LoadedModel):
         bits: int | None = None,
         kv: KVFormat | str | int | None = None,
         scales: str | Path | None = None,
+        speculate: Speculation | str | None = None,
+        draft: str | Path | int | None = None,
     ) -> "LLM":
         """Load a Crelle checkpoint, a Hugging Face directory or a .gguf file.
 
@@ -70,7 +74,10 @@ class LLM(LoadedModel):
         kv: bits of the cache, 16, 8, 4, 3 or 2, or a string: k4v2, kv4:group=64, 4,layers.0=8 (KVFormat); default: what
             the checkpoint was made for (`atom:kv=4`), else 16.
         scales: those of a task, from `crelle tune --scales`, instead of the checkpoint's own.
+        speculate: how tokens are guessed: off, ngram or draft; default: draft where there is one, else ngram, where
+            answers stay the same.  draft: a smaller model with the same vocabulary, or the bits of a nested checkpoint.
         """
+        wanted = None if speculate is None else Speculation.parse(speculate)
         given = None if kv is None else KVFormat.parse(kv)
         if threads is not None:
             set_threads(threads)
@@ -79,7 +86,13 @@ class LLM(LoadedModel):
         with ThreadPoolExecutor(1) as beside:  # preparing weights is C++, which leaves Python to the tokenizer
             tokenizer = beside.submit(Tokenizer.of, weights)
             model = build(weights, choose_device(device), kernel=kernel, bits=bits)
-            return cls(model, tokenizer.result(), weights, given or kv_of_checkpoint(weights.config))
+            llm = cls(model, tokenizer.result(), weights, given or kv_of_checkpoint(weights.config))
+        llm.speculation = wanted
+        if draft is not None:
+            llm.draft = load_draft(llm, draft)
+        if wanted is not None and wanted.method == "draft" and llm.draft is None:
+            raise SchemeError("speculation by a draft model needs one: --draft DIR, or LLM.load(draft=...)")
+        return llm
 
     def __repr__(self) -> str:
         return f"<LLM {self.weights.path}: {self.describe()}>"
@@ -174,7 +187,8 @@ class LLM(LoadedModel):
                 return engine
         # A proxy: an engine that held its owner would keep the weights in memory until the next garbage collection.
         # Without prefix sharing, so that a prompt's second run takes the time, and on a GPU has the bits, of its first.
-        most = most_pages(self.model, self.kv)
+        draft = None if self.draft is None else self.draft.model
+        most = most_pages(self.model, self.kv, draft)
         limits = {"pages": min(pages, max(1, most)), "max_pages": most, "max_batch": 1, "budget": _BUDGET}
         return Engine(proxy(self), **limits, sharing=False)  # type: ignore[arg-type]
 

@@ -7,6 +7,7 @@ working memory of its own: the C++ step, CUDA graphs. Who calls `model(...)` dir
 from functools import cached_property
 from math import prod
 from threading import RLock
+from typing import TYPE_CHECKING
 
 from crelle.engine.sampling.grammar import GrammarCompiler
 from crelle.engine.tokenization.tokenizer import Tokenizer
@@ -20,6 +21,10 @@ from crelle.models.nested import default, offered
 from crelle.models.settings import token_ids
 from crelle.quantizers.unquantized import is_layer
 
+if TYPE_CHECKING:
+    from crelle.engine.speculation.draft_model import Draft
+    from crelle.engine.speculation.settings import Speculation
+
 Prompt = str | list[int]  # text, or token ids that are taken as they are
 
 
@@ -31,6 +36,8 @@ class LoadedModel:
         self.kv = kv or KVFormat()  # how caches store keys and values
         self.end_ids = _end_ids(weights)
         self.precisions = offered(weights)  # of a nested checkpoint; () where there is only one
+        self.speculation: Speculation | None = None  # how engines guess tokens that are not told; None: the default
+        self.draft: Draft | None = None  # a model that may guess
         self.lock = RLock()  # held by whoever runs a step of the model, at any precision
         self.grammars = GrammarCompiler(tokenizer, model.spec.vocabulary, self.end_ids)
         self._at = {model.build.bits or default(weights): model}

@@ -114,11 +114,22 @@ class MemoryPlan:
 
 
 def plan(
-    models: Iterable[Model], kv: KVFormat, *, memory: str | int | None, pages: int | None, max_batch: int, budget: int
+    models: Iterable[Model],
+    kv: KVFormat,
+    *,
+    memory: str | int | None,
+    pages: int | None,
+    max_batch: int,
+    budget: int,
+    draft: Model | None = None,
 ) -> MemoryPlan:
-    """Share out a memory budget among the models' precisions, working space and pages; or take `pages` as given."""
+    """Share out a memory budget among the models' precisions, working space and pages; or take `pages` as given.
+
+    draft: a model that guesses tokens; its own pages are as many.
+    """
     models = list(models)
-    model, each, weights = models[0], page_bytes(models[0], kv), weight_bytes(models)
+    model, each = models[0], page_bytes(models[0], kv, draft)
+    weights = weight_bytes(models if draft is None or draft in models else [*models, draft])
 
     def working(pages: int) -> int:
         return working_bytes(model, max_batch, budget, pages * kv.page)
@@ -143,9 +154,15 @@ def kv_heads(model: Model) -> int:
     return model.spec.kv_heads
 
 
-def page_bytes(model: Model, kv: KVFormat) -> int:
-    """Return the bytes of one page, all layers together."""
-    return page_bytes_of(model.spec, kv, page_dtype(model).itemsize)
+def page_bytes(model: Model, kv: KVFormat, draft: Model | None = None) -> int:
+    """Return the bytes of one page, all layers together, and of the page of a draft model that goes with it."""
+    own = page_bytes_of(model.spec, kv, page_dtype(model).itemsize)
+    return own if draft is None else own + page_bytes(draft, draft_kv(kv.page))
+
+
+def draft_kv(page: int) -> KVFormat:
+    """Return how a draft model stores keys and values: uncoded, in pages of as many tokens as the target's."""
+    return KVFormat.parse(f"16:page={page}")
 
 
 def page_bytes_of(spec: DecoderSpec, kv: KVFormat, element_size: int) -> int:

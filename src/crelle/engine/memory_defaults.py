@@ -40,20 +40,22 @@ def choose_plan(
     budget: int | None = None,
     lengths: Sequence[int] | None = None,
     free: FreeMemory | None = None,
+    draft: Model | None = None,
 ) -> MemoryPlan:
     """Return the plan of an engine over these precisions of a model.
 
     lengths: tokens of all sequences that will ever run, where they are known: no more pages than those need, and enough
         for the longest if there is memory for it.
-    free: what is free now; default: as the machine reports it.
+    free: what is free now; default: as the machine reports it.  draft: a model that guesses tokens, with pages too.
     """
     model = models[0]
     if pages is not None:
         batch = max_batch or MAX_BATCH
-        found = plan(models, kv, memory=None, pages=pages, max_batch=batch, budget=budget or max(BUDGET, batch))
+        step = budget or max(BUDGET, batch)
+        found = plan(models, kv, memory=None, pages=pages, max_batch=batch, budget=step, draft=draft)
         return replace(found, reason=f"a cache of {pages} pages, as requested")
     free = free or free_memory(model.device)
-    weights = weight_bytes(models)
+    weights = weight_bytes(models if draft is None or draft in models else [*models, draft])
     there = free.size + weights
     if memory is not None:
         if (size := parse_bytes(memory)) > there:
@@ -67,26 +69,32 @@ def choose_plan(
         reason = f"{_GPU_SHARE:.0%} of the {show_bytes(there)} free {free.where} (--memory to change)"
     else:
         size, reason = there, f"all of the {show_bytes(free.size)} free {free.where}"
-    found = _limited(models, kv, size, max_batch, budget, None if lengths is None else len(lengths))
+    found = _limited(models, kv, size, max_batch, budget, None if lengths is None else len(lengths), draft)
     need = [] if lengths is None else _pages_of_longest(model, kv, lengths, found.max_batch)
     if need and (wanted := sum(need) + len(need)) < found.pages:  # the watermark of Scheduler
-        found, reason = _with_pages(models, found, wanted), f"enough for {len(need)} sequences"
+        found, reason = _with_pages(models, found, wanted, draft), f"enough for {len(need)} sequences"
     if memory is None:
-        most, why = _most_pages(model, kv, free, found.max_batch)
+        most, why = _most_pages(model, kv, free, found.max_batch, draft)
         if (most := max(most, *need[:1], 1)) < found.pages:
-            found, reason = _with_pages(models, found, most), why.format(size=show_bytes(size), reason=reason)
+            found, reason = _with_pages(models, found, most, draft), why.format(size=show_bytes(size), reason=reason)
     return replace(found, reason=reason)
 
 
-def most_pages(model: Model, kv: KVFormat) -> int:
+def most_pages(model: Model, kv: KVFormat, draft: Model | None = None) -> int:
     """Return to how many pages the cache of one sequence may grow: its context, or what is free now."""
     free = free_memory(model.device)
     share = _GPU_SHARE if model.device.type == "cuda" else 1.0
-    return min(_context_pages(model, kv), int(share * free.size) // page_bytes(model, kv))
+    return min(_context_pages(model, kv), int(share * free.size) // page_bytes(model, kv, draft))
 
 
 def _limited(
-    models: Sequence[Model], kv: KVFormat, size: int, max_batch: int | None, budget: int | None, sequences: int | None
+    models: Sequence[Model],
+    kv: KVFormat,
+    size: int,
+    max_batch: int | None,
+    budget: int | None,
+    sequences: int | None,
+    draft: Model | None,
 ) -> MemoryPlan:
     """Share out a budget; choose the limits that were not given."""
     gpu = models[0].device.type == "cuda"
@@ -94,7 +102,7 @@ def _limited(
 
     def of(batch: int) -> MemoryPlan:
         step = budget or max(batch, _budget(models, kv, size, batch) if gpu else BUDGET)
-        return plan(models, kv, memory=size, pages=None, max_batch=batch, budget=step)
+        return plan(models, kv, memory=size, pages=None, max_batch=batch, budget=step, draft=draft)
 
     if max_batch is not None:
         return of(max_batch)
@@ -123,9 +131,9 @@ def _budget(models: Sequence[Model], kv: KVFormat, size: int, batch: int) -> int
     return BUDGET
 
 
-def _most_pages(model: Model, kv: KVFormat, free: FreeMemory, max_batch: int) -> tuple[int, str]:
+def _most_pages(model: Model, kv: KVFormat, free: FreeMemory, max_batch: int, draft: Model | None) -> tuple[int, str]:
     """Return how many pages are taken at most where no budget was given, and why."""
-    whole, each = _context_pages(model, kv), page_bytes(model, kv)
+    whole, each = _context_pages(model, kv), page_bytes(model, kv, draft)
     if model.device.type == "cuda":
         batch = max(max_batch, BUCKETS[-1])
         return batch * (whole + 1), f"enough for {batch} whole contexts, less than the limit of {{size}} ({{reason}})"
@@ -140,8 +148,9 @@ def _most_pages(model: Model, kv: KVFormat, free: FreeMemory, max_batch: int) ->
     )
 
 
-def _with_pages(models: Sequence[Model], found: MemoryPlan, pages: int) -> MemoryPlan:
-    return plan(models, found.kv, memory=None, pages=pages, max_batch=found.max_batch, budget=found.budget)
+def _with_pages(models: Sequence[Model], found: MemoryPlan, pages: int, draft: Model | None) -> MemoryPlan:
+    limits = {"max_batch": found.max_batch, "budget": found.budget}
+    return plan(models, found.kv, memory=None, pages=pages, draft=draft, **limits)
 
 
 def _context_pages(model: Model, kv: KVFormat) -> int:

@@ -3,7 +3,8 @@
     run(step)   1  copies       page to page in every layer, before anything is written
                 2  one pass     of the model at the step's precision over all tokens of the step, by the executor that
                                 crelle.models.executors chooses
-                3  logits       one row for each sampled token; n sequences of one prompt get the same row
+                3  logits       one row for each sampled token; n sequences of one prompt get the same row; a sequence
+                                with a draft has a row for its last token and for each one guessed
     start(step) the same on a GPU, but tokens are sampled there, greedily, and the host does not wait for them: the next
                 step can be started behind it, on tokens that are UNKNOWN here
 
@@ -55,7 +56,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
-        """Return logits f32 [samples, V], a row for each of `step.samples` in order."""
+        """Return logits f32 [rows, V], for each of `step.samples` in order 1 row and 1 for each token of its draft."""
         self._copy(step.copies)
         logits = self.executor(step.precision).run(self._chunks(step))
         if step.scored:
@@ -68,15 +69,15 @@ class ModelRunner:
         return found
 
     def _split(self, logits: Tensor, step: Step) -> Tensor:
-        """Put the rows of scored chunks aside; return the last row of each chunk that samples."""
-        at, last = 0, []
+        """Put the rows of scored chunks aside; return the rows that are sampled from."""
+        at, last = 0, list[int]()
         for chunk in step.chunks:
-            rows = len(chunk.ids) if chunk.scored else bool(chunk.samples)
+            rows = len(chunk.ids) if chunk.scored or chunk.draft else bool(chunk.samples)
             if chunk.scored:
                 self._scored.append((chunk.sequence, chunk.start, logits[at : at + rows]))
             at += rows
             if chunk.samples:
-                last.append(at - 1)
+                last += range(at - 1 - len(chunk.draft), at)
         return logits[torch.tensor(last, dtype=torch.int64, device=logits.device)]
 
     def starts(self, step: Step) -> bool:
@@ -99,7 +100,7 @@ class ModelRunner:
             ids, source, prompt = r.ids, -1, len(r.sequence.request.prompt)
             if ids[0] == UNKNOWN:
                 ids, source = [0], self._rows[r.sequence]
-            chunks.append(Chunk(ids, r.start, r.pages, bool(r.samples), source, prompt, r.scored))
+            chunks.append(Chunk(ids, r.start, r.pages, bool(r.samples), source, prompt, r.scored or bool(r.draft)))
         return chunks
 
     def executor(self, bits: int | None) -> Executor:
@@ -130,8 +131,8 @@ class ModelRunner:
 
 
 def _for_samples(logits: Tensor, step: Step) -> Tensor:
-    """Return a row for each sampled token of logits [chunks that sample, V]."""
-    samples = [len(chunk.samples) for chunk in step.chunks if chunk.samples]
+    """Return a row for each sampled token of logits, which have the rows of each chunk that samples once."""
+    samples = [len(chunk.samples) for chunk in step.chunks if chunk.samples for _ in (0, *chunk.draft)]
     if all(n == 1 for n in samples):
         return logits
     return logits.repeat_interleave(torch.tensor(samples, device=logits.device), 0)

@@ -7,6 +7,7 @@ from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory_defaults import choose_plan
 from crelle.engine.output import Completion
 from crelle.engine.sampling.sampler import Sampling
+from crelle.engine.speculation.settings import Speculation
 from crelle.errors import SchemeError
 from crelle.formats.kv.pages import KVFormat
 
@@ -22,6 +23,7 @@ def generate_all(
     max_batch: int | None = None,
     budget: int | None = None,
     batch_invariant: bool | None = None,
+    speculate: Speculation | str | None = None,
 ) -> list[Completion]:
     """Continue many prompts at once, each with the same sampling or its own; the first error is raised.
 
@@ -36,9 +38,11 @@ def generate_all(
     stored = llm.kv if kv is None else KVFormat.parse(kv)
     lengths = [len(i) + s.max_tokens for i, s in zip(ids, each, strict=True)]
     limits = {"memory": memory, "max_batch": max_batch, "budget": budget, "lengths": lengths}
-    fits = choose_plan([llm.at(bits)], stored, **limits)  # type: ignore[arg-type]
+    draft = None if llm.draft is None else llm.draft.model
+    fits = choose_plan([llm.at(bits)], stored, draft=draft, **limits)  # type: ignore[arg-type]
     limits = {"pages": fits.pages, "max_batch": fits.max_batch, "budget": fits.budget}
-    engine = Engine(llm, kv=stored, batch_invariant=batch_invariant, **limits)  # type: ignore[arg-type]
+    modes = {"batch_invariant": batch_invariant, "speculate": speculate}
+    engine = Engine(llm, kv=stored, **modes, **limits)  # type: ignore[arg-type]
     handles = [engine.add(i, s, bits=bits) for i, s in zip(ids, each, strict=True)]
     engine.run()
     outputs = [handle.outputs[0] for handle in handles]

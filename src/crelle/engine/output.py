@@ -31,6 +31,8 @@ class Completion:
     prompt_tokens: int
     first_token_seconds: float  # from the call to the first token
     tokens_per_second: float  # of the tokens after the first
+    drafted: int = 0  # tokens that were guessed and verified (crelle.engine.speculation)
+    accepted: int = 0  # of these, those that were right
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +150,28 @@ class OutputState:
             self.logprobs.append(self.pending)
         return event
 
-    def finish(self, reason: Reason, error: BaseException | None, *, whole: bool = True, **more: int) -> Event:
-        """Return the last event; whole=False: without the text that was held back; more: fields of Output."""
+    def finish(
+        self,
+        reason: Reason,
+        error: BaseException | None,
+        *,
+        whole: bool = True,
+        reused: int = 0,
+        preemptions: int = 0,
+        drafted: int = 0,
+        accepted: int = 0,
+    ) -> Event:
+        """Return the last event; whole=False: without the text that was held back; others: fields of its output."""
         tokens = self.tokens
         rest = self.text.finish() if whole else ""
         said = "stop" if self.text.stopped and reason in ("stop", "length") else reason
         first = (self.first or self.begun) - self.begun
         seconds = perf_counter() - self.begun - first
         speed = (len(tokens) - 1) / seconds if len(tokens) > 1 and seconds > 0 else 0.0
-        completion = Completion(self.text.text, tokens, said, self.prompt_tokens, first, speed)
+        completion = Completion(self.text.text, tokens, said, self.prompt_tokens, first, speed, drafted, accepted)
         logprobs = None if self.top is None else tuple(self.logprobs)
         prompt = None if self.prompt is None else self.prompt.all(self.prompt_tokens)
-        found = Output(self.index, completion, logprobs, error, prompt_logprobs=prompt, **more)
+        found = Output(self.index, completion, logprobs, error, reused, preemptions, prompt)
         return Event(self.index, rest, output=found)
 
 

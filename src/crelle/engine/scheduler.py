@@ -37,6 +37,11 @@ Ahead.       A step may end before its tokens are known: `update` takes UNKNOWN 
     computes for it is dropped: `update` skips it, and pages that were released are written before any other sequence's
     step, since steps run in order.
 
+Drafts.      In a step without prompts, `lookahead` may ask for room for tokens that are guessed: a sequence then runs
+    its last token and these, and `update` takes those that were right besides the one sampled. They get pages that are
+    available, never those of another sequence, and give them back after the step: who is admitted or preempted does
+    not depend on them.
+
 Faults.      Whatever is raised in here leaves the lists and the pages in an unknown state. `salvage` ends that: every
     sequence that has begun fails, those that only wait stay, all pages are free. `submit`, `finish` and `take_finished`
     either do their work or can be called again.
@@ -59,6 +64,8 @@ UNKNOWN = -1  # a token that was sampled, but did not arrive yet
 MAX_SCORED = 128  # tokens of a step that logits are wanted of: 80 MB with a vocabulary of 152,000
 _QUEUED = (State.WAITING, State.PREEMPTED)
 _order = attrgetter("order")
+_NONE_ACCEPTED: abc.Mapping[Sequence, int] = {}
+Lookahead = abc.Callable[[list[Sequence]], abc.Mapping[Sequence, int]]  # of those that decode: tokens to guess
 
 
 class ScheduledChunk(NamedTuple):
@@ -68,10 +75,12 @@ class ScheduledChunk(NamedTuple):
     start: int
     end: int
     samples: tuple[Sequence, ...]  # sample a token from the last logits: none within a prompt, n after it
+    lookahead: int = 0  # tokens after `end` that there is room for
+    draft: tuple[int, ...] = ()  # the tokens guessed for them; logits are wanted of each
 
     @property
     def ids(self) -> list[int]:
-        return self.sequence.ids[self.start : self.end]
+        return [*self.sequence.ids[self.start : self.end], *self.draft]
 
     @property
     def pages(self) -> list[int]:
@@ -98,7 +107,12 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        return sum(chunk.end - chunk.start for chunk in self.chunks)
+        return sum(chunk.end - chunk.start + len(chunk.draft) for chunk in self.chunks)
+
+    @property
+    def drafted(self) -> int:
+        """How many of the tokens are guessed."""
+        return sum(len(chunk.draft) for chunk in self.chunks)
 
     @property
     def prefills(self) -> bool:
@@ -133,6 +147,7 @@ class Scheduler:
         self._last_turn: dict[int | None, int] = {}
         self._arrivals, self._turns = count(), count()
         self._under_way: Step | None = None
+        self.lookahead: Lookahead = lambda decoding: {}
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
@@ -211,7 +226,7 @@ class Scheduler:
             groups.setdefault(s.precision, []).append(s)
         for precision in sorted(groups, key=lambda p: self._last_turn.get(p, -1)):  # else as their first ones came
             copies, chunks = self._decode(groups[precision], preempted)
-            chunks += self._prefill(groups[precision], self.budget - len(chunks))
+            chunks += self._prefill(groups[precision], self.budget - sum(1 + chunk.lookahead for chunk in chunks))
             if chunks:  # else all of this precision were preempted for others
                 chunks.sort(key=lambda chunk: chunk.end - chunk.start > 1)
                 self._last_turn[precision] = next(self._turns)
@@ -248,8 +263,25 @@ class Scheduler:
             insort(self._waiting, last, key=_order)
             preempted.append(last)
             decoding = [s for s in decoding if s is not last]
-        copies = [copy for s in decoding for copy in self.blocks.grow(s.table, len(s.ids))]
-        return copies, [_chunk(s, 1) for s in decoding]
+        more = self._look_ahead(group, decoding)
+        copies = [copy for s in decoding for copy in self.blocks.grow(s.table, len(s.ids) + more.get(s, 0))]
+        return copies, [_chunk(s, 1, more.get(s, 0)) for s in decoding]
+
+    def _look_ahead(self, group: list[Sequence], decoding: list[Sequence]) -> abc.Mapping[Sequence, int]:
+        """Return how many tokens may be guessed for some sequences, as far as pages and limits allow."""
+        if not decoding or any(s.state is State.RUNNING and s.remaining > 1 for s in group):
+            return {}
+        room = self.budget - len(decoding)
+        more = dict[Sequence, int]()
+        for s, wanted in self.lookahead(decoding).items():
+            most = s.limit - 1 - len(s.ids) if s.answering else 0  # the last token is sampled after them
+            if (n := min(wanted, room, most)) > 0:
+                more[s], room = n, room - n
+        while more and self.blocks.need((s.table, len(s.ids) + more.get(s, 0)) for s in decoding) > (
+            self.blocks.available
+        ):
+            more.popitem()
+        return more
 
     def _prefill(self, group: list[Sequence], budget: int) -> list[ScheduledChunk]:
         """Share out tokens to prompts; their pages are there already."""
@@ -275,8 +307,23 @@ class Scheduler:
             scored -= tokens if s.request.scored else 0
         return chunks
 
-    def update(self, step: Step, sampled: abc.Sequence[int]) -> None:
-        """End a step that succeeded; `sampled` has a token for each of `step.samples`."""
+    def propose(self, drafts: abc.Mapping[Sequence, abc.Sequence[int]]) -> Step:
+        """Put guessed tokens into the step under way, for sequences that have room for them."""
+        assert self._under_way is not None
+        chunks = tuple(
+            chunk._replace(draft=tuple(drafts.get(chunk.sequence, ()))[: chunk.lookahead]) if chunk.lookahead else chunk
+            for chunk in self._under_way.chunks
+        )
+        self._under_way = replace(self._under_way, chunks=chunks)
+        return self._under_way
+
+    def update(
+        self, step: Step, sampled: abc.Sequence[int], accepted: abc.Mapping[Sequence, int] = _NONE_ACCEPTED
+    ) -> None:
+        """End a step that succeeded; `sampled` has a token for each of `step.samples`.
+
+        accepted: how many tokens of a sequence's draft come before it; none of them ends the sequence.
+        """
         assert step is self._under_way
         tokens = dict(zip(step.samples, sampled, strict=True))
         self._under_way = None
@@ -284,7 +331,13 @@ class Scheduler:
             first = chunk.sequence
             if first.finished:  # cancelled meanwhile
                 continue
-            self.blocks.commit(first.table, first.ids, chunk.end)
+            right = accepted.get(first, 0)
+            first.ids += chunk.draft[:right]
+            first.drafted += len(chunk.draft)
+            first.accepted += right
+            self.blocks.commit(first.table, first.ids, chunk.end + right)
+            if chunk.lookahead:
+                self.blocks.trim(first.table)
             if chunk.samples:
                 for fork in first.forks:
                     fork.table, fork.reused, fork.state = self.blocks.fork(first.table), chunk.end, State.RUNNING
@@ -388,6 +441,6 @@ class Scheduler:
         self._finished.append(s)
 
 
-def _chunk(s: Sequence, tokens: int) -> ScheduledChunk:
+def _chunk(s: Sequence, tokens: int, lookahead: int = 0) -> ScheduledChunk:
     end = s.computed + tokens
-    return ScheduledChunk(s, s.computed, end, (s, *s.forks) if end == len(s.ids) else ())
+    return ScheduledChunk(s, s.computed, end, (s, *s.forks) if end == len(s.ids) else (), lookahead)

@@ -49,6 +49,7 @@ class Request:
     cache_salt: Hashable = None  # prefixes are shared only among requests of one cache_salt: a customer, say
     prefill_differs: bool = False  # prompts run through other kernels than sampled tokens, and bits matter
     scored: bool = False  # the log-probabilities of the prompt's tokens are wanted
+    speculate: bool = True  # tokens may be drafted for it
     id: str = field(default_factory=lambda: f"request-{next(_numbers)}")
     arrival: int = -1  # given by the scheduler: 0 for its first request
     sequences: "list[Sequence]" = field(default_factory=list)  # made by the scheduler
@@ -93,6 +94,8 @@ class Sequence:
     forks: "list[Sequence]" = field(default_factory=list)  # will take over its pages when the prompt is computed
     reused: int = 0  # tokens that it did not run over, because their keys and values were there already
     preemptions: int = 0
+    drafted: int = 0  # tokens that were guessed and verified
+    accepted: int = 0  # of these, those that were right
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.prompt)
@@ -121,6 +124,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens to run over before the next one can be sampled: 1 when decoding, more in a prompt."""
         return len(self.ids) - self.table.length
+
+    @property
+    def answering(self) -> bool:
+        """Whether all of its prompt is computed."""
+        return self.table.length >= len(self.request.prompt)
 
     @property
     def slots(self) -> int:

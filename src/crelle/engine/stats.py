@@ -20,6 +20,8 @@ class Stats:
     preemptions: int
     finished: int
     failed: int
+    tokens_drafted: int = 0  # guessed and verified
+    tokens_accepted: int = 0  # of these, those that were right
     prefill_seconds: float = 0.0  # in steps with tokens of prompts, decoding sequences beside them included
     decode_seconds: float = 0.0  # in steps of decoding alone
 
@@ -31,11 +33,12 @@ class StepClock:
         self.prefill = self.decode = 0.0  # seconds
         self._last = 0.0
 
-    def ended(self, prefills: bool, begun: float) -> None:
-        """Take note of the end of a step that was begun at a time of perf_counter."""
+    def ended(self, prefills: bool, begun: float) -> float:
+        """Take note of the end of a step that was begun at a time of perf_counter; return its seconds."""
         now = perf_counter()
         took, self._last = now - max(begun, self._last), now
         if prefills:
             self.prefill += took
         else:
             self.decode += took
+        return took

@@ -2,10 +2,12 @@
 
     executor.run([Chunk(ids, start, pages, wanted=True), ...])     logits f32 [wanted chunks, V]
 
-A chunk whose prompt is scored has the logits of all of its tokens there instead.
+A chunk of which all are wanted has the logits of all of its tokens there instead: of a prompt that is scored, or of
+tokens that were guessed and are verified, which are computed as if each had been sampled and run by itself.
 
 An executor is made for one model and the pages of all its layers. Before that, its module's `supports(spec, kv, ...)`
-says what it cannot run. A chunk is one token of a sequence (decode), or several of its prompt (chunked prefill).
+says what it cannot run. A chunk is one token of a sequence (decode), several of its prompt (chunked prefill), or some
+after the prompt (verification, or a preempted sequence's tokens once more).
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,6 +32,11 @@ class Chunk:
     token_source: int = -1  # 0 …: its one id is this row of the tokens sampled last, which the host need not know yet
     prompt: int | None = None  # tokens of the sequence's prompt; those behind it were sampled. None: all of it
     scored: bool = False  # the logits of all of its tokens are wanted
+
+    @property
+    def verified(self) -> bool:
+        """Whether its tokens are verified: all after the prompt, and logits wanted of each."""
+        return self.scored and self.prompt is not None and self.start >= self.prompt
 
     @property
     def rows(self) -> int:

@@ -14,7 +14,7 @@ from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor, input_rounding
 from crelle.formats.kv.pages import KVFormat, as_stored
 from crelle.formats.storage.open import Weights
-from crelle.kernels.cpu import bf16_attention, row_ops
+from crelle.kernels.cpu import bf16_attention, f32_attention, row_ops
 from crelle.kernels.reference_attention import ATTEND_ALL, AttendOptions
 from crelle.kernels.spec import Activation, DecoderSpec, NormSpec, RopeSpec
 from crelle.models.builder import Builder, LayerNorm, RMSNorm
@@ -63,8 +63,11 @@ class _NoCache:
             if self._kv is not None:
                 keys, values = as_stored(k, self._kv.key, self._center), as_stored(v, self._kv.value)
             everything = how.plain and (how.window is None or how.window >= q.shape[1])
-            if everything and fused_on_cpu(q) and bf16_attention.supports(q, keys):
+            fused = fused_on_cpu(q)
+            if everything and fused == torch.bfloat16 and bf16_attention.supports(q, keys):
                 return bf16_attention.causal_attention(q, keys, values)
+            if how.plain and fused == torch.float32 and f32_attention.supports(q, keys):
+                return f32_attention.causal_attention(q, keys, values, how.window)
             y = attention(q, keys.transpose(1, 2), values.transpose(1, 2), how)
             if y.is_cuda:
                 fix_backward_order(y)
@@ -102,12 +105,14 @@ class _WholeSequences(Compute):
     def rotated(self, q: Tensor, k: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if self._repeated:  # attention, which alone reads them, is on the tape
             return q, k
-        if fused_on_cpu(q):
-            return row_ops.rotate(q, *cos_sin, torch.bfloat16), row_ops.rotate(k, *cos_sin, torch.bfloat16)
+        if (dtype := fused_on_cpu(q)) is not None:
+            return row_ops.rotate(q, *cos_sin, dtype), row_ops.rotate(k, *cos_sin, dtype)
         return super().rotated(q, k, cos_sin)
 
     def added(self, x: Tensor, y: Tensor) -> Tensor:
-        return row_ops.added(x, y, torch.promote_types(x.dtype, y.dtype)) if fused_on_cpu(x) else super().added(x, y)
+        if fused_on_cpu(x) is None:
+            return super().added(x, y)
+        return row_ops.added(x, y, torch.promote_types(x.dtype, y.dtype))
 
     def linears(self, linears: Sequence[Any], x: Tensor) -> list[Tensor]:
         """Round their input to the dtype of products once, and not for each of them, where this takes time."""
@@ -124,7 +129,7 @@ class _WholeSequences(Compute):
         return self.tape(lambda: self._inner(f, gate, up))
 
     def _inner(self, f: Callable[[Tensor], Tensor], gate: Tensor | None, up: Tensor) -> Tensor:
-        if gate is not None and f in _NAMES and fused_on_cpu(up):
+        if gate is not None and f in _NAMES and fused_on_cpu(up) is not None:
             return row_ops.gated(_NAMES[f], gate, up, up.dtype)
         return super().inner(f, gate, up)
 
@@ -163,9 +168,9 @@ class _TapedNorm(nn.Module):
 
     def _of(self, x: Tensor) -> Tensor:
         norm = self.norm
-        if isinstance(norm, RMSNorm) and fused_on_cpu(x):
+        if isinstance(norm, RMSNorm) and (dtype := fused_on_cpu(x)) is not None:
             rounded = self.readers and all(linear.activation is None for linear in self.readers)
-            return row_ops.rms_norm(x, norm.weight, norm.eps, torch.bfloat16 if rounded else norm.weight.dtype)
+            return row_ops.rms_norm(x, norm.weight, norm.eps, dtype if rounded else norm.weight.dtype)
         if isinstance(norm, RMSNorm) and x.is_cuda and torch.is_grad_enabled():  # one kernel each way, not twenty
             return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
         return norm(x)  # type: ignore[no-any-return]

@@ -42,7 +42,7 @@ class EncoderModel(nn.Module):
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return states [B, T, width] of ids [B, T]; those of padding, behind a text's `lengths` [B], mean nothing."""
+        """Return states [B, T, width] of ids [B, T]; those of padding, past a text's `lengths` [B], mean nothing."""
         T = ids.shape[1]
         x = self.input(self.embedding(ids), torch.arange(T, device=ids.device), PLAIN)
         cache = Padded(lengths, T, ids.device)

@@ -12,10 +12,12 @@ import torch
 from crelle.formats.composite import PermutedTensor
 from crelle.kernels import cpu, ops
 from crelle.kernels.cpu.fused_decoder import (
+    ExpertsParts,
     FusedDecoder,
     LayerParts,
     LinearParts,
     Matrix,
+    MlpParts,
     ModelParts,
     NormParts,
     matrix,
@@ -63,6 +65,8 @@ def fuse(model: "DecoderModel") -> FusedDecoder | str:
         norm=_norm(model.output.norm, model.spec.width),
         head=_linear(model.head),
         positions=_positions(model.input.positions),
+        project_in=_optional(model.input.project_in),
+        project_out=_optional(model.output.project_out),
     )
     return supports_model(parts) or FusedDecoder(parts)
 
@@ -91,6 +95,10 @@ def _linear(linear: QuantLinear) -> LinearParts:
     return LinearParts(weight=_matrix(linear), bias=linear.bias)
 
 
+def _optional(linear: QuantLinear | None) -> LinearParts | None:
+    return None if linear is None else _linear(linear)
+
+
 def _norm(norm: Any, size: int) -> NormParts | None:
     """Return a norm's tensors; ones where it has no weight."""
     if norm is None:
@@ -100,19 +108,35 @@ def _norm(norm: Any, size: int) -> NormParts | None:
 
 
 def _layer(layer: Any, width: int) -> LayerParts:
-    a, mlp, head = layer.attention, layer.mlp, layer.spec.attention.head_size
+    a, normed = layer.attention, layer.spec.attention.normed
+    experts = None if layer.spec.mlp.experts is None else _experts(layer.mlp)
+    mlp = {} if experts is not None else _mlp(layer.mlp)
     return LayerParts(
         q=_linear(a.q),
         k=_linear(a.k),
         v=_linear(a.v),
         o=_linear(a.o),
-        gate=None if mlp.gate is None else _linear(mlp.gate),
-        up=_linear(mlp.up),
-        down=_linear(mlp.down),
+        **mlp,
+        experts=experts,
+        sinks=a.sinks,
         norm_attention=_norm(layer.norm_attention, width),  # type: ignore[arg-type]
-        norm_mlp=_norm(layer.norm_mlp, width),  # type: ignore[arg-type]
+        norm_mlp=_norm(layer.norm_mlp, width),
         post_attention_norm=_norm(layer.post_attention_norm, width),
         post_mlp_norm=_norm(layer.post_mlp_norm, width),
-        q_norm=_norm(a.q_norm, head),
-        k_norm=_norm(a.k_norm, head),
+        q_norm=_norm(a.q_norm, normed.get("q_norm", 0)),
+        k_norm=_norm(a.k_norm, normed.get("k_norm", 0)),
+    )
+
+
+def _mlp(mlp: Any) -> dict[str, LinearParts]:
+    found = {"gate": mlp.gate, "up": mlp.up, "down": mlp.down}
+    return {name: _linear(linear) for name, linear in found.items() if linear is not None}
+
+
+def _experts(mlp: Any) -> ExpertsParts:
+    each = [*mlp.experts, *([] if mlp.shared is None else [mlp.shared])]
+    return ExpertsParts(
+        router=_linear(mlp.router),
+        shared_gate=None if mlp.shared_gate is None else _linear(mlp.shared_gate),
+        each=[MlpParts(**_mlp(expert)) for expert in each],
     )

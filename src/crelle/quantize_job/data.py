@@ -35,8 +35,10 @@ def python_documentation() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def rows_of(tokenizer: Tokenizer, text: str, length: int, limit: int | None = None, seed: int = 0) -> Tensor:
-    """Split a text into sequences [S, length]; with a limit, a random sample of that many."""
+def rows_of(
+    tokenizer: Tokenizer, text: str, length: int, limit: int | None = None, seed: int = 0, *, more: bool = False
+) -> Tensor:
+    """Split a text into sequences [S, length]; with a limit, a random sample of that many; more: others, as many."""
     start = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
     body = length - len(start)
     ids = tokenizer.encode(text, bos=False)
@@ -47,8 +49,9 @@ def rows_of(tokenizer: Tokenizer, text: str, length: int, limit: int | None = No
         )
     rows = torch.tensor([start + ids[i * body : (i + 1) * body] for i in range(count)])
     if limit is None or count <= limit:
-        return rows
-    return rows[torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:limit]]
+        return rows[:0] if more else rows
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return rows[order[limit : 2 * limit] if more else order[:limit]]
 
 
 @torch.inference_mode()

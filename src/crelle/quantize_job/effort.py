@@ -66,7 +66,7 @@ class Machine:
     def of(cls, device: torch.device) -> "Machine":
         if device.type == "cuda":
             return cls("cuda")
-        return cls("cpu", available_cores(), cpu.core().isas()[0] if cpu.available() is None else "generic")
+        return cls("cpu", available_cores(), cpu.core().isa() if cpu.available() is None else "generic")
 
     @property
     def speed(self) -> float:

@@ -3,6 +3,8 @@
 The first layer of the model goes through what a run does, with little data: calibration on some hundred tokens, a few
 steps of training, the search on one layer, a few sampled tokens. Times that grow with the tokens, with the steps and
 with the layers are scaled to what the run will have; those of the solver and of reading are of a whole layer already.
+On a CPU the time of a token is the difference of two passes, after a first one that allocates what stays: weights are
+packed and sums are finished once a layer, which of few tokens is as much work as the tokens themselves.
 `crelle quantize --dry-run` measures a layer with all of its data instead, which takes longer.
 """
 
@@ -50,7 +52,8 @@ from crelle.quantizers.stage_times import (
 from crelle.quantizers.training.blockwise import TrainStep, tune_block
 from crelle.quantizers.training.ste import trainable_weight
 
-_TOKENS = {"cuda": 4096, "cpu": 512}  # that a layer is measured with
+_TOKENS = {"cuda": 4096, "cpu": 2048}  # that a layer is measured with
+_SEARCHED = 512  # tokens that a CPU searches and trains with
 _LARGE = 4_000_000  # weights of a layer above which a CPU is measured with fewer tokens
 _FITTED = 1 << 20  # weights of a matrix that is quantized without data
 _OF_TOKENS = (FULL, QUANTIZED, HESSIAN)
@@ -103,6 +106,8 @@ def estimate(
             _layer(open_model(first, device), config, tokens, device, times, length)
         model = open_model(first, device)
         layer = _layer(model, config, tokens, device, times, length)
+        if device.type == "cpu":
+            tokens = tokens[: max(1, _SEARCHED // tokens.shape[1])]
         search = None
         if isinstance(config, Auto) and config.search:
             search = _search(config, open_model(FirstLayers(weights, 1), device), tokens, device, times)
@@ -150,6 +155,27 @@ def _layer(
     length: int,
 ) -> _Layer:
     """Calibrate and train the last layer of a model of few, and measure it."""
+    counted, before = tokens.numel(), dict.fromkeys(_OF_TOKENS, 0.0)
+    if device.type == "cpu" and counted > 1:
+        few, plain = tokens[:1] if len(tokens) > 1 else tokens[:, : tokens.shape[1] // 2], parse("fp16")
+        _calibrate(model, plain, few, device, times)
+        before |= _calibrate(model, plain, few, device, times)[2]
+        counted -= few.numel()
+    layer, fitted, taken = _calibrate(model, config, tokens, device, times)
+    more = {stage: max(0.0, taken.get(stage, 0.0) - before[stage]) / counted for stage in _OF_TOKENS}
+    per_token, forward = sum(more.values()), more[FULL]
+    fixed = max(0.0, sum(taken.values()) - per_token * tokens.numel())
+    begin, step = 0.0, cast(Callable[[int], float], _no_step)
+    if isinstance(config, TrainedConfig) and config.tune != "none" and (config.steps or config.tune == "full"):
+        begin, step = _training(layer, config, fitted, device, length, tokens.numel())
+    times.take()
+    return _Layer(forward, per_token, fixed, step, begin)
+
+
+def _calibrate(
+    model: CalibrationModel, config: Quantizer, tokens: Tensor, device: torch.device, times: StageTimes
+) -> tuple[LayerCalibration, dict[str, QuantTensor], dict[str, float]]:
+    """Quantize the last layer of a model of few; return it, its matrices and the seconds by stage."""
     calibrator = Calibrator(model, tokens, device=device)  # without guidance, which takes what other weights take
     for _ in range(model.layers - 1):
         calibrator.skip({})
@@ -161,15 +187,7 @@ def _layer(
 
     fitted = layer.fit(fit)
     layer.end()
-    taken = times.take()
-    per_token = sum(taken.get(stage, 0.0) for stage in _OF_TOKENS) / tokens.numel()
-    fixed = sum(seconds for stage, seconds in taken.items() if stage not in _OF_TOKENS)
-    forward = taken.get(FULL, 0.0) / tokens.numel()
-    begin, step = 0.0, cast(Callable[[int], float], _no_step)
-    if isinstance(config, TrainedConfig) and config.tune != "none" and (config.steps or config.tune == "full"):
-        begin, step = _training(layer, config, fitted, device, length, tokens.numel())
-    times.take()
-    return _Layer(forward, per_token, fixed, step, begin)
+    return layer, fitted, times.take()
 
 
 def _no_step(tokens: int) -> float:

@@ -26,6 +26,7 @@ from crelle.quantize_job.cost import QuantizeCost, layer_weights, measure, train
 from crelle.quantize_job.data import CalibrationData, python_documentation, rows_of
 from crelle.quantize_job.effort import DEFAULT, SCHEME, Effort, Machine, resolve, weights_in_layers
 from crelle.quantize_job.estimate import Estimate, estimate
+from crelle.quantize_job.expert_rows import with_rows_for_experts
 from crelle.quantize_job.first_layers import FirstLayers, layer_count
 from crelle.quantize_job.own_sequences import own_rows
 from crelle.quantize_job.plan import SUFFIX, forget_plan, planned, refuse_other_file
@@ -225,7 +226,7 @@ def quantize_on(
             report = pipeline.quantize(source, out, scheme, calibration=calibration, **options)  # type: ignore[arg-type]
     if isinstance(config, Auto) and world().first:
         forget_plan(out)
-    return report
+    return report if calibration is None else replace(report, experts=calibration.experts)
 
 
 def dry_run(
@@ -289,6 +290,8 @@ def dry_run_on(
             sequences = len(_rows(weights, text.text, min(2 * length, read_spec(weights).context)))
         if text.own:
             left_out.append(f"this does not include sampling {text.own} sequences from the model")
+        if any(layer.mlp.experts is not None for layer in read_spec(weights).layers):
+            left_out.append("this does not include counting how many tokens each expert takes")
     left_out += sentences_about(in_usual_form(weights))
     matching = pipeline.matching(overrides or {}, in_usual_form(first))
     cost = measure(
@@ -332,10 +335,13 @@ def _calibration(
     weights = open_weights(source)
     length = min(text.length, read_spec(weights).context)
     rows = _rows(weights, text.text, length, text.rows, text.seed)
+    experts = None
+    if any(layer.mlp.experts is not None for layer in read_spec(weights).layers):
+        rows, experts = with_rows_for_experts(weights, rows, text, device, memory, progress)
     if text.own and not read_spec(weights).encoder:  # an encoder generates nothing
         own = own_rows(weights, rows, text.own, length, device, text.seed, progress, memory)
         rows = torch.cat([rows, own])
-    return Calibration(rows, open_model, device, memory)
+    return Calibration(rows, open_model, device, memory, experts)
 
 
 def _rows(weights: Weights, text: str, length: int, limit: int | None = None, seed: int = 0) -> Tensor:

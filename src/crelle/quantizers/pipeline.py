@@ -47,6 +47,7 @@ from crelle.quantizers.base import (
     Quantizer,
 )
 from crelle.quantizers.calibration.calibrate import Calibrator, memory_for
+from crelle.quantizers.calibration.expert_coverage import ExpertTokens
 from crelle.quantizers.calibration.experts_without_tokens import together, warnings_about
 from crelle.quantizers.calibration.guidance import Guidance, guidance_memory, guide
 from crelle.quantizers.calibration.layer_api import CalibrationModel, Progress
@@ -80,6 +81,7 @@ class Calibration:
     open: Callable[[Weights, torch.device], CalibrationModel]
     device: torch.device
     memory: int | None = None  # bytes of the device that may be used
+    experts: ExpertTokens | None = None  # how often these sequences reach a mixture's
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.tokens.contiguous().numpy().tobytes()).hexdigest()
@@ -103,6 +105,7 @@ class Report:
     effort: str | None = None  # the word that the settings come from, where there was one
     calibration_rows: int = 0  # sequences of the text
     own_sequences: int = 0  # sequences that the model itself sampled for calibration
+    experts: ExpertTokens | None = None  # of a mixture that was calibrated
 
 
 def quantize(

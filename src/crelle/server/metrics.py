@@ -102,6 +102,8 @@ class Metrics:
             ("crelle_steps_total", "engine steps", stats.steps),
             ("crelle_tokens_run_total", "tokens that the model processed", stats.tokens_run),
             ("crelle_tokens_drawn_total", "sampled tokens", stats.tokens_sampled),
+            ("crelle_draft_tokens_total", "tokens that were guessed and verified", stats.tokens_drafted),
+            ("crelle_accepted_tokens_total", "guessed tokens that were right", stats.tokens_accepted),
             ("crelle_tokens_reused_total", "prompt tokens found in the prefix cache", stats.tokens_reused),
             ("crelle_prompt_tokens_total", "tokens of accepted prompts", self.prompt_tokens),
             ("crelle_preemptions_total", "preemptions of sequences", stats.preemptions),

@@ -274,4 +274,7 @@ def usage(outputs: Sequence[Output], n: int, reasoning: int = 0) -> Usage:
     prompt = sum(o.completion.prompt_tokens for o in firsts)
     sampled = sum(len(o.completion.tokens) for o in outputs)
     cached = sum(min(o.reused, o.completion.prompt_tokens) for o in firsts)
-    return Usage(prompt, sampled, prompt + sampled, CachedTokens(cached), CompletionDetails(reasoning))
+    right = sum(o.completion.accepted for o in outputs)
+    wrong = sum(o.completion.drafted for o in outputs) - right
+    details = CompletionDetails(reasoning, right, wrong)
+    return Usage(prompt, sampled, prompt + sampled, CachedTokens(cached), details)

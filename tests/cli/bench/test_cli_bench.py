@@ -108,6 +108,24 @@ def test_startup_writes_a_result_file(tiny_model: Path, tmp_path: Path, monkeypa
     assert str(tiny_model) not in result
 
 
+def test_speculate_compares_equal_answers_and_writes_a_result_file(tiny_model: Path, tmp_path: Path) -> None:
+    sizes = ("--rounds", "1", "--tokens", "24", "--prompt", "48", "--clients", "1,2", "--threads", "1")
+    how = ("--speculate", "ngram:tokens=3,adaptive=false", "--device", "cpu", "--out", tmp_path / "s")
+    done = run("bench", "speculate", tiny_model, *sizes, *how)
+    assert done.code == 0, done.err
+    rows = json.loads((tmp_path / "s.json").read_text())["rows"]
+    assert [(r["clients"], r["prompts"]) for r in rows] == [(1, "repeats"), (1, "prose"), (2, "repeats"), (2, "prose")]
+    for r in rows:
+        assert r["steps"] + r["accepted"] >= r["plain_steps"] / r["clients"]
+        assert r["steps"] <= r["plain_steps"]
+    assert sum(r["accepted"] for r in rows) > 0
+    for wrong, says in (
+        (("--speculate", "off"), "needs --speculate ngram"),
+        (("--prompt", "90"), "must have more than"),
+    ):
+        assert says in run("bench", "speculate", tiny_model, *sizes[:2], *wrong).err
+
+
 def test_decode_measures_both_phases(tiny_model: Path, tmp_path: Path) -> None:
     quantize(tiny_model, tmp_path / "q", "rtn:bits=4,group=32")
     short = ("--tokens", "4", "--prompt", "8", "--rounds", "1", "--threads", "1")

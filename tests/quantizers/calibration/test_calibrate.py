@@ -14,6 +14,7 @@ from crelle.errors import SchemeError
 from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.formats.storage.open import open_weights
 from crelle.kernels import cpu
+from crelle.kernels.cpu import i16_gemm
 from crelle.kernels.cpu import stats as cpu_stats
 from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import build
@@ -61,6 +62,7 @@ def test_bf16_sums_leave_the_precision_as_it_was(monkeypatch: pytest.MonkeyPatch
     """As with AMX but no C++ core: factors are rounded to bf16, so entries are within 2^-8 of their scale."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(cpu_stats, "usable", lambda device: False)
+    monkeypatch.setattr(i16_gemm, "usable", lambda device: False)
     before = torch.get_float32_matmul_precision()
     x = torch.randn(500, 70)
     collector = StatsCollector(70, cross=True, half=True)

@@ -8,14 +8,16 @@ import torch
 from conftest import write_tokenizer
 from mixtral import MIXTRAL, write_mixtral
 
+from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.models.families import families
-from crelle.quantize_job.data import CalibrationData
+from crelle.quantize_job.data import CalibrationData, rows_of
 from crelle.quantize_job.run import quantize
 from crelle.quantizers.base import BitConfig
 from crelle.quantizers.calibration.calibrate import Calibrator
+from crelle.quantizers.calibration.expert_coverage import choose_sequences, count_tokens
 from crelle.quantizers.calibration.experts_without_tokens import together, warnings_about
 from crelle.quantizers.calibration.half_stats import HalfStatsCollector
 from crelle.quantizers.calibration.memory_plan import CalibrationMemory
@@ -27,7 +29,7 @@ from crelle.quantizers.search.sensitivity import sensitivities
 EXPERTS = "model.layers.0.block_sparse_moe.experts."
 NEVER = 1  # the expert that no token of layer 0 is routed to
 RARE = 2  # the one that takes the place of each token's second expert in sequences that begin with _LOUD
-_LOUD = 200
+_LOUD = 230  # what ends the two bytes of È
 TEXT = CalibrationData(text="It was a small text to calibrate on, and to train on as well. " * 30, rows=4, length=32)
 
 
@@ -192,9 +194,52 @@ def test_an_expert_without_tokens_counts_as_an_average_one_in_the_search(model: 
 
 
 def test_warnings_of_layers_become_one() -> None:
-    one = warnings_about(["a.experts.0.w1", "a.experts.0.w2"])
-    two = warnings_about(["b.experts.0.w1", "b.experts.7.w1"])
+    one = warnings_about(["layers.0.mlp.experts.0.w1", "layers.0.mlp.experts.0.w2"])
+    two = warnings_about(["layers.10.experts.5.w1", "layers.10.experts.7.w1"])
     assert one[0].startswith("1 expert saw no token")
-    assert together([*one, "something else", *two]) == ("something else", two[0].replace("2 experts", "3 experts"))
+    assert "(layers.0: 0)" in one[0]
+    whole = two[0].replace("2 experts", "3 experts").replace("(layers", "(layers.0: 0; layers")
+    assert "(layers.0: 0; layers.10: 5, 7)" in whole
+    assert together([*one, "something else", *two]) == ("something else", whole)
+    assert together(one) == tuple(one)
+    many = [w for i in range(12) for w in warnings_about([f"layers.{i}.experts.1.w1"])]
+    assert "layers.7: 1; and in 4 more layers)" in together(many)[0]
     assert warnings_about([]) == []
     assert together(["something else"]) == ("something else",)
+
+
+def test_tokens_of_experts_are_counted_by_sequence(model: Path) -> None:
+    """As the calibration itself counts them: layer 0 reads what the full-precision model does."""
+    tokens = rows(loud=(2, 5))
+    counts = count_tokens(CalibrationModel(open_weights(model)), tokens, device=torch.device("cpu"), batch=4)
+    assert counts.shape == (2 * 5, 6)
+    assert counts[:5].sum(0).tolist() == counts[5:].sum(0).tolist() == [2 * 16] * 6
+    assert counts[NEVER].tolist() == [0] * 6
+    assert counts[RARE].tolist() == [0, 0, 8, 0, 0, 8]
+    layer = Calibrator(CalibrationModel(open_weights(model)), tokens, memory=CalibrationMemory(batch=4)).begin()
+    assert [layer.stats(f"{EXPERTS}{e}.w1").tokens for e in range(5)] == counts[:5].sum(1).tolist()
+
+
+def test_sequences_are_chosen_that_bring_tokens_to_experts_without() -> None:
+    have, more = torch.tensor([50, 3, 0]), torch.tensor([[9, 9, 9, 9], [0, 20, 4, 0], [0, 0, 30, 2]])
+    assert choose_sequences(have, more, limit=4, enough=32) == [2, 1, 3]  # 34, 20 and 2 tokens; the first brings none
+    assert choose_sequences(have, more, limit=1, enough=32) == [2]
+    assert choose_sequences(have, more, limit=4, enough=0) == []
+
+
+def test_text_is_added_for_experts_that_it_missed(model: Path, tmp_path: Path) -> None:
+    """The rare expert's token stands in the text, but in none of the sequences that were chosen first."""
+    tokenizer = Tokenizer.of(open_weights(model))
+    quiet = "It was a quiet text. " * 60
+    written = quiet[:200] + 24 * "È" + quiet[:200]
+
+    def loud(seed: int, more: bool) -> bool:
+        return bool((rows_of(tokenizer, written, 32, 7, seed, more=more) == _LOUD).any())
+
+    seed = next(s for s in range(100) if not loud(s, more=False) and loud(s, more=True))
+    text = CalibrationData(text=written, rows=7, length=32, seed=seed)
+    report = quantize(model, tmp_path / "q", "gptq:bits=3,group=16", text=text, device="cpu")
+    assert report.experts is not None
+    assert 0 < report.experts.added <= 3
+    told = " ".join(w for w in report.warnings if "saw no token" in w)
+    assert f"model.layers.0: {NEVER})" in told or f"model.layers.0: {NEVER};" in told

@@ -93,7 +93,7 @@ def test_what_is_kept_is_not_computed_again(
     monkeypatch.setattr(decoder, "rotate", counted("rotate", rotate))
     monkeypatch.setattr(decoder.Compute, "inner", counted("inner", decoder.Compute.inner))
     model = CalibrationModel(open_weights(tiny_model))
-    layer = Calibrator(model, tokens(), memory=CalibrationMemory(batch=12, keep=keep)).begin()
+    layer = Calibrator(model, tokens(), half=False, memory=CalibrationMemory(batch=12, keep=keep)).begin()
     layer.fit(lambda name, weight, stats: GPTQ(bits=3, group=24).fit(weight, stats))
     layer.end()
     assert counts == {"norm": norms, "rotate": rotations, "inner": inner}

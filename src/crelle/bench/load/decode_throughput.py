@@ -113,6 +113,7 @@ def decode(
         budget=max(BUDGET, batch),
         watermark=0,
         sharing=False,
+        speculate="off",
         batch_invariant=batch_invariant,
     )
     return next(measure(engine, scheme, [batch], context, tokens, memory, [batch] if profile else ()))
@@ -217,6 +218,7 @@ def budgeted(
         budget=max(BUDGET, largest),
         watermark=0,
         sharing=False,
+        speculate="off",
     )
     whole = max((b for b in BUCKETS if b <= largest), default=largest)
     return measure(engine, scheme, list(dict.fromkeys((whole, largest))), context, tokens, memory)

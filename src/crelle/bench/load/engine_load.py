@@ -248,10 +248,11 @@ def serve(
 ) -> EngineLoadResult:
     """Run a trace, or else a closed loop, on an engine of its own; `scheme` and `traffic` are what the row says.
 
-    stop: end a trace after so many seconds, whatever is under way.
+    stop: end a trace after so many seconds, whatever is under way. Tokens are guessed only if `speculate` says so:
+    models of random weights repeat themselves.
     """
     device = llm.model.device
-    engine = Engine(llm, **engine_options)
+    engine = Engine(llm, **{"speculate": "off", **engine_options})
     most = min(engine.plan.max_batch, BUCKETS[-1])
     compile_ahead(engine, range(1, most + 1), engine.scheduler.budget)
     warm_up(engine)

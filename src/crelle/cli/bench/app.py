@@ -2,7 +2,7 @@
 
 import typer
 
-from crelle.cli.bench import accuracy, attention, decode, gemm, gemv, plot, quantize, serve, startup
+from crelle.cli.bench import accuracy, attention, decode, gemm, gemv, plot, quantize, serve, speculate, startup
 
 NAME = "bench"
 app = typer.Typer(
@@ -16,6 +16,7 @@ COMMANDS = (
     attention,
     decode,
     serve,
+    speculate,
     quantize,
     accuracy,
     startup,

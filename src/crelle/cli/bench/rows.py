@@ -55,11 +55,11 @@ class Rows:
         self._write()
         return row
 
-    def finish(self, json: bool) -> bool:
-        """Draw the picture and print the JSON, if asked to; return whether a table is wanted."""
+    def finish(self, json: bool, *, drawn: bool = True) -> bool:
+        """Draw the picture, where there is one, and print the JSON, if asked to; return whether a table is wanted."""
         if not self.rows:
             self.end(json=False)
-        if self.results:
+        if self.results and drawn:
             picture(self.results, [asdict(r) for r in self.rows])
         if json:
             print_json(self.rows[0] if len(self.rows) == 1 and not self.refused else self._content())

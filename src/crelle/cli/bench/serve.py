@@ -114,6 +114,9 @@ def run(
             help="Batch-invariant results (the same bits in any batch), or faster; default: exact on a CPU only.",
         ),
     ] = None,
+    speculate: Annotated[
+        str, typer.Option("--speculate", help="Clients and trace: what guesses tokens, off or ngram (see `serve`).")
+    ] = "off",
     device: Annotated[str, typer.Option("--device", help="Device: cpu, cuda or auto.")] = "auto",
     threads: Threads = None,
     kernel: KernelName = None,
@@ -152,7 +155,8 @@ def run(
         due = None if trace is None else recorded.requests(1 << 20)
         over_http(url, api_key, due, crowds, seconds or 20.0, prompt, tokens, seed, ignore_eos, results, json)
         return
-    options = {"max_batch": max_batch, "budget": budget and max(budget, max_batch or 0), "batch_invariant": exact}
+    limits = {"max_batch": max_batch, "budget": budget and max(budget, max_batch or 0)}
+    options: dict[str, Any] = {**limits, "batch_invariant": exact, "speculate": speculate}
     closed = {"seconds": seconds or 20.0, "prompt": prompt, "tokens": tokens}
     decoding = {"context": context, "tokens": tokens, "batch_invariant": exact, "profile": breakdown}
     rows = _Bench(results, device).rows

@@ -60,6 +60,24 @@ KV = Annotated[
         "default: that of the checkpoint's scheme (atom:kv=4), else 16.",
     ),
 ]
+Speculate = Annotated[
+    str | None,
+    typer.Option(
+        "--speculate",
+        metavar="off|ngram|draft",
+        help="Guess tokens and verify several in one step; the text stays the same. ngram looks them up in the prompt "
+        "and the text so far, draft asks --draft; ngram:tokens=5 guesses at most 5. Default: on, as far as it pays; "
+        "on a GPU only with --exact.",
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        metavar="DIR|BITS",
+        help="A smaller model with the same vocabulary that guesses tokens, or the bits of a nested checkpoint.",
+    ),
+]
 Bits = Annotated[
     int | None,
     typer.Option("--bits", help="Bits to run a nested checkpoint at (scheme bcq-nested); default: the highest."),

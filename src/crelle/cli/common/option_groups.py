@@ -7,7 +7,18 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crelle.cli.common.console import KV, Bits, Device, KernelName, Scales, Threads, report_compilation, tracking
+from crelle.cli.common.console import (
+    KV,
+    Bits,
+    Device,
+    Draft,
+    KernelName,
+    Scales,
+    Speculate,
+    Threads,
+    report_compilation,
+    tracking,
+)
 
 if TYPE_CHECKING:
     from crelle.engine.llm import LLM
@@ -49,10 +60,13 @@ class ModelOptions:
     kv: str | None = None
     scales: Path | None = None
 
-    def load(self, model: Path) -> "LLM":
+    def load(self, model: Path, speculation: "SpeculationOptions | None" = None) -> "LLM":
         from crelle.engine.llm import LLM
 
-        llm = LLM.load(model, device=self.device, kernel=self.kernel, bits=self.bits, kv=self.kv, scales=self.scales)
+        given: dict[str, Any] = {"kernel": self.kernel, "bits": self.bits, "kv": self.kv, "scales": self.scales}
+        if speculation is not None:
+            given |= {"speculate": speculation.speculate, "draft": speculation.draft}
+        llm = LLM.load(model, device=self.device, **given)
         if llm.model.device.type == "cuda":
             report_compilation(model)
         return llm
@@ -79,6 +93,19 @@ class ModelOptions:
     def plain(self) -> "ModelOptions":
         """Return the same device and threads with all other defaults, for a reference model."""
         return ModelOptions(bits=None, device=self.device, threads=self.threads, kernel=None)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """How a command that generates guesses tokens."""
+
+    speculate: str | None
+    draft: str | None
+
+
+speculation_options = option_group(
+    "speculation", {"speculate": (Speculate, None), "draft": (Draft, None)}, SpeculationOptions
+)
 
 
 def _model_options(**given: Any) -> ModelOptions:

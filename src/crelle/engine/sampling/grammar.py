@@ -130,7 +130,7 @@ class GrammarState:
         self.waited = 0  # masks that were not there when they were needed
 
     def accept(self, token: int) -> None:
-        """Go on behind a token that was sampled."""
+        """Advance by a token that was sampled."""
         if self.finished or not self._matcher.consume_token(token):
             _require(self._matcher, self._spec)
             raise AssertionError(f"token {token} was not allowed")
@@ -155,7 +155,7 @@ _pool = ThreadPoolExecutor(1, "crelle-masks")
 
 
 def compute_masks(states: Sequence[GrammarState]) -> None:
-    """Start to compute the next mask of each, in a thread beside the model's step; one job for all."""
+    """Start to compute the next mask of each, in a thread while the model's step runs; one job for all."""
     if not states:
         return
     futures: list[Future[np.ndarray]] = [Future() for _ in states]

@@ -54,7 +54,7 @@ class LogitsProcessor:
             self._bias[self._slot(token)] += bias
 
     def update(self, so_far: Sequence[int]) -> Update:
-        """Return the update for the token behind `so_far`, prompt included."""
+        """Return the update for the token after `so_far`, prompt included."""
         if len(so_far) < self._read or (self._read and so_far[self._read - 1] != self._last):
             self._reset()  # another sequence
         if self._read == 0 and self._s.repetition_penalty == 1.0:

@@ -58,6 +58,11 @@ class Tokenizer:
         text: str = self._fast.to_str()
         return text
 
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of every token."""
+        found: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
+        return found
+
     @cached_property
     def bos_id(self) -> int | None:
         """The token that every sequence starts with here (BOS), if there is one."""

@@ -1,8 +1,8 @@
 """The CPU's executor: the fused C++ step and prefill over pages; see crelle.kernels.executor.
 
 Tokens of prompts go through the large tiles of `prefill`, those of all sequences in one pass over the weights; sampled
-tokens go through `step`, up to 16 of them in a call. Both are batch-invariant, so that a sequence has the same bits
-alone and beside others, and however its prompt is split into chunks.
+tokens, also those that are verified, go through `step`, up to 16 of them in a call. Both are batch-invariant, so that a
+sequence has the same bits alone and beside others, and however its prompt is split into chunks.
 """
 
 from collections.abc import Sequence
@@ -50,10 +50,10 @@ class CpuExecutor:
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Store the keys and values of all chunks; return logits f32 [wanted rows, V], in their order."""
-        if any(chunk.scored for chunk in chunks):
+        if any(chunk.scored and not chunk.verified for chunk in chunks):
             return self._run_scored(chunks)
-        rows = {i: row for row, i in enumerate(i for i, chunk in enumerate(chunks) if chunk.wanted)}
-        found: list[tuple[list[int], Tensor]] = []  # chunks, and the logits of their last tokens
+        wanted = [(i, j) for i, c in enumerate(chunks) for j in range(len(c.ids) - c.rows, len(c.ids))]
+        found: list[tuple[list[tuple[int, int]], Tensor]] = []  # tokens (chunk, index), and their logits
         prompts = [(i, n) for i, chunk in enumerate(chunks) if (n := _prompt_tokens(chunk))]
         if prompts:
             found.append(self._prefill(chunks, prompts))
@@ -63,26 +63,29 @@ class CpuExecutor:
             found.append(self._step(chunks, sampled[begin : begin + MAX_ROWS]))
         if len(found) == 1:
             return found[0][1]  # in the order of the chunks; what most passes are
+        rows = {token: row for row, token in enumerate(wanted)}
         logits = torch.empty(len(rows), self.decoder.vocabulary)
         for which, some in found:
             if which:
-                logits[[rows[i] for i in which]] = some
+                logits[[rows[token] for token in which]] = some
         return logits
 
     def _run_scored(self, chunks: Sequence[Chunk]) -> Tensor:
         """Run the prompts that are scored for themselves, since all of a pass's prompts have all logits or none."""
-        others = [c for c in chunks if not c.scored]
-        plain = iter(self.run(others) if others else ())
+        others = [c for c in chunks if not c.scored or c.verified]
+        plain = iter(torch.split(self.run(others), [c.rows for c in others]) if others else ())
         logits = list[Tensor]()
         for c in chunks:
-            if c.scored:
+            if c.scored and not c.verified:
                 count, start = torch.tensor([len(c.ids)]), torch.tensor([c.start])
                 logits.append(self.decoder.prefill_batch(torch.tensor(c.ids), count, start, self._pages([c])))
-            elif c.wanted:
-                logits.append(next(plain)[None])
+            else:
+                logits.append(next(plain))
         return torch.cat(logits)
 
-    def _prefill(self, chunks: Sequence[Chunk], prompts: Sequence[tuple[int, int]]) -> tuple[list[int], Tensor]:
+    def _prefill(
+        self, chunks: Sequence[Chunk], prompts: Sequence[tuple[int, int]]
+    ) -> tuple[list[tuple[int, int]], Tensor]:
         """Run the first n tokens of chunk i for all (i, n)."""
         ids = np.array([token for i, n in prompts for token in chunks[i].ids[:n]], dtype=np.int64)
         counts = torch.tensor([n for _, n in prompts])
@@ -92,14 +95,14 @@ class CpuExecutor:
         logits = self.decoder.prefill_batch(
             torch.from_numpy(ids), counts, starts, pages, want=torch.tensor(want, dtype=torch.int64)
         )
-        return [prompts[s][0] for s in want], logits
+        return [(i, n - 1) for i, n in (prompts[s] for s in want)], logits
 
-    def _step(self, chunks: Sequence[Chunk], tokens: Sequence[tuple[int, int]]) -> tuple[list[int], Tensor]:
+    def _step(self, chunks: Sequence[Chunk], tokens: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], Tensor]:
         """Run token j of chunk i for all (i, j), at most MAX_ROWS."""
         row = {i: row for row, i in enumerate(dict.fromkeys(i for i, _ in tokens))}
         ids = torch.tensor([chunks[i].ids[j] for i, j in tokens])
         positions = torch.tensor([chunks[i].start + j for i, j in tokens])
-        want = [t for t, (i, j) in enumerate(tokens) if chunks[i].wanted and j + 1 == len(chunks[i].ids)]
+        want = [t for t, (i, j) in enumerate(tokens) if j >= len(chunks[i].ids) - chunks[i].rows]
         logits = self.decoder.step(
             ids,
             positions,
@@ -107,7 +110,7 @@ class CpuExecutor:
             rows=torch.tensor([row[i] for i, _ in tokens]),
             want=torch.tensor(want, dtype=torch.int64),
         )
-        return [tokens[t][0] for t in want], logits
+        return [tokens[t] for t in want], logits
 
     def _pages(self, chunks: Sequence[Chunk]) -> Paged:
         return Paged(self.layers, block_table([chunk.pages for chunk in chunks]), self.centers)

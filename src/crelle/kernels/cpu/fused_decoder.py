@@ -26,10 +26,11 @@ from crelle.kernels.cpu import available, core
 from crelle.kernels.cpu.kernel import CpuWeight, Precision
 from crelle.kernels.cpu.row_ops import ACTIVATIONS
 from crelle.kernels.ops import Prepared
-from crelle.kernels.spec import DecoderSpec, LayerSpec, NormSpec
+from crelle.kernels.spec import DecoderSpec, ExpertsSpec, LayerSpec, NormSpec
 
 Matrix = CpuWeight | Tensor  # [N, K]
 MAX_ROWS = 16  # tokens of one step
+_ACTIVATIONS = (*ACTIVATIONS, "swigluoai")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,6 +50,24 @@ class NormParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MlpParts:
+    """A feed-forward."""
+
+    up: LinearParts
+    down: LinearParts
+    gate: LinearParts | None = None  # gated ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertsParts:
+    """A mixture of experts in place of a feed-forward."""
+
+    router: LinearParts  # [experts, width]
+    each: Sequence[MlpParts]  # the one that all tokens take, if there is one, is the last
+    shared_gate: LinearParts | None = None  # [1, width]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerParts:
     """The tensors of one layer."""
 
@@ -56,18 +75,24 @@ class LayerParts:
     k: LinearParts
     v: LinearParts
     o: LinearParts
-    up: LinearParts
-    down: LinearParts
     norm_attention: NormParts  # [width]
-    norm_mlp: NormParts  # [width]
+    norm_mlp: NormParts | None  # [width]; None: that of attention
+    up: LinearParts | None = None  # where there are no experts
+    down: LinearParts | None = None
     gate: LinearParts | None = None  # gated feed-forwards
+    experts: ExpertsParts | None = None
     post_attention_norm: NormParts | None = None  # [width]; sandwich: of what attention adds to the stream
     post_mlp_norm: NormParts | None = None
-    q_norm: NormParts | None = None  # [D]
+    q_norm: NormParts | None = None  # [D], or of all heads
     k_norm: NormParts | None = None
+    sinks: Tensor | None = None  # [H]
 
     def linears(self) -> dict[str, LinearParts]:
         found = {n: getattr(self, n) for n in ("q", "k", "v", "o", "gate", "up", "down")}
+        if (experts := self.experts) is not None:
+            found |= {"router": experts.router, "shared_gate": experts.shared_gate}
+            for i, expert in enumerate(experts.each):
+                found |= {f"{n} of expert {i}": getattr(expert, n) for n in ("gate", "up", "down")}
         return {n: linear for n, linear in found.items() if linear is not None}
 
 
@@ -81,6 +106,8 @@ class ModelParts:
     norm: NormParts | None  # [width]
     head: LinearParts  # [V, width]; may share the embedding's memory
     positions: Tensor | None = None  # [rows, width]; learned positions
+    project_in: LinearParts | None = None  # [width, words] after an embedding of `words` columns, and a head's
+    project_out: LinearParts | None = None  # [words, width]
 
 
 def matrix(w: QuantTensor, prepared: Prepared) -> Matrix | str:
@@ -95,32 +122,16 @@ def matrix(w: QuantTensor, prepared: Prepared) -> Matrix | str:
 def supports(spec: DecoderSpec) -> str | None:
     """Return what of a spec the fused decoder does not have, or None when it has all of it."""
     first = spec.layers[0].attention
-    if spec.softcap is not None or spec.logit_scale != 1:
-        return "does not scale or cap logits"
-    if spec.embedding_width != spec.width:
-        return f"has no projections between embeddings of {spec.embedding_width} and layers of {spec.width}"
     if first.head_size % 2:
         return f"needs an even head size, got {first.head_size}"
     for i, layer in enumerate(spec.layers):
         a = layer.attention
         if not a.causal:
             return "decodes token by token, and an encoder's attention looks in both directions"
-        if layer.mlp.experts is not None:
-            return f"has no experts, layer {i} does"
-        if layer.mlp.activation not in ACTIVATIONS:
-            return f"has the activations {', '.join(ACTIVATIONS)}, not {layer.mlp.activation} of layer {i}"
-        if layer.residual_scale != 1:
-            return f"adds to the residual stream without a factor, layer {i} has {layer.residual_scale:g}"
-        if a.sinks or (a.qk_norm is not None and a.whole_qk_norm):
-            return f"has neither attention sinks nor norms of all heads of q and k together, layer {i} does"
-        if a.rope is not None and a.rope.attention_factor != 1 and a.rope.channels != a.head_size:
-            return f"scales whole heads after rope, not the {a.rope.channels} rotated channels of layer {i}"
-        if layer.placement in ("post", "reordered"):
-            return f"norms what goes into a layer, not what comes out of it as layer {i} does"
-        if layer.parallel:
-            return f"runs attention and feed-forward one after the other, layer {i} side by side"
-        if a.softcap is not None:
-            return f"does not cap the scores of attention, layer {i} does"
+        if layer.mlp.activation not in _ACTIVATIONS:
+            return f"has the activations {', '.join(_ACTIVATIONS)}, not {layer.mlp.activation} of layer {i}"
+        if layer.parallel and layer.placement != "pre":
+            return f"runs attention and feed-forward side by side where norms stand before them, not as in layer {i}"
         if (a.heads, a.kv_heads, a.head_size) != (first.heads, first.kv_heads, first.head_size):
             return f"needs heads of one shape in all layers, layer {i} has others"
         if a.rope is not None and a.rope.channels > a.head_size:
@@ -295,6 +306,9 @@ def _matrices(parts: ModelParts) -> Iterator[tuple[str, Matrix]]:
         for name, linear in layer.linears().items():
             yield f"{name} of layer {i}", linear.weight
     yield "the head", parts.head.weight
+    for name, projection in {"project_in": parts.project_in, "project_out": parts.project_out}.items():
+        if projection is not None:
+            yield name, projection.weight
     if parts.positions is not None:
         yield "the table of positions", parts.positions
 
@@ -323,7 +337,11 @@ def _for_core(parts: ModelParts) -> SimpleNamespace:
         positions=None if parts.positions is None else _matrix(parts.positions),
         position_offset=spec.learned_positions or 0,
         norm=_norm(parts.norm, spec.norm),
+        logit_scale=spec.logit_scale,
+        softcap=spec.softcap or 0.0,
         head=_linear(parts.head),
+        project_in=_linear(parts.project_in),
+        project_out=_linear(parts.project_out),
         layers=[
             _layer(part, layer, -1 if (rope := layer.attention.rope) is None else ropes.index(rope))
             for part, layer in zip(parts.layers, spec.layers, strict=True)
@@ -332,20 +350,42 @@ def _for_core(parts: ModelParts) -> SimpleNamespace:
 
 
 def _layer(part: LayerParts, spec: LayerSpec, rope: int) -> SimpleNamespace:
-    norms = {n: _norm(getattr(part, n), spec.norm) for n in ("norm_attention", "norm_mlp")}
+    a, norm_mlp = spec.attention, part.norm_attention if spec.shared_norm else part.norm_mlp
+    # C++ norms what attention and feed-forward read, what they return, or the stream after them.
+    place = {"post": "stream", "reordered": "post"}.get(spec.placement, "norm")
+    slots = ("norm_{}", "post_{}_norm", "stream_{}_norm")
+    norms: dict[str, NormParts | None] = {slot.format(of): None for slot in slots for of in ("attention", "mlp")}
+    for name, norm in (("attention", part.norm_attention), ("mlp", norm_mlp)):
+        norms[f"norm_{name}" if place == "norm" else f"{place}_{name}_norm"] = norm
     if spec.placement == "sandwich":
-        norms |= {n: _norm(getattr(part, n), spec.norm) for n in ("post_attention_norm", "post_mlp_norm")}
-    else:
-        norms |= {"post_attention_norm": None, "post_mlp_norm": None}
-    norms |= {n: _norm(getattr(part, n), spec.attention.qk_norm) for n in ("q_norm", "k_norm")}
+        norms |= {"post_attention_norm": part.post_attention_norm, "post_mlp_norm": part.post_mlp_norm}
+    factor = 1.0 if a.rope is None else a.rope.attention_factor**2  # of queries
+    whole = a.rope is None or a.rope.channels == a.head_size
     return SimpleNamespace(
-        **{n: _linear(linear) for n, linear in {"gate": None, **part.linears()}.items()},
-        **norms,
+        **{n: _linear(getattr(part, n)) for n in ("q", "k", "v", "o", "gate", "up", "down")},
+        **{n: _norm(norm, spec.norm) for n, norm in norms.items()},
+        **{n: _norm(getattr(part, n), a.qk_norm) for n in ("q_norm", "k_norm")},
+        experts=_experts(part.experts, spec.mlp.experts),
+        gated=spec.mlp.gated,
         activation=spec.mlp.activation,
-        window=spec.attention.window,
+        window=a.window,
         rope=rope,
-        scale=spec.attention.scale * (1 if spec.attention.rope is None else spec.attention.rope.attention_factor**2),
+        scale=a.scale * (factor if whole else 1.0),
+        rotated_scale=1.0 if whole else factor,
+        whole_qk_norm=a.qk_norm is not None and a.whole_qk_norm,
+        sinks=_vector(part.sinks),
+        softcap=a.softcap or 0.0,
+        residual_scale=spec.residual_scale,
+        parallel=spec.parallel,
     )
+
+
+def _experts(part: ExpertsParts | None, spec: ExpertsSpec | None) -> SimpleNamespace | None:
+    if part is None or spec is None:
+        return None
+    each = [SimpleNamespace(gate=_linear(e.gate), up=_linear(e.up), down=_linear(e.down)) for e in part.each]
+    router, shared_gate = _linear(part.router), _linear(part.shared_gate)
+    return SimpleNamespace(top=spec.top, normalize=spec.normalize, router=router, shared_gate=shared_gate, each=each)
 
 
 def _norm(part: NormParts | None, spec: NormSpec | None) -> SimpleNamespace | None:

@@ -6,6 +6,8 @@
     prefill    all rows of all chunks go through the linears together, and through varlen attention over what their
                pages hold, so that they see what later tokens will see and not values that were never stored
                (batch_invariant: token by token, as decode steps do); as graphs too (prefill_graph.py)
+    verify     tokens that are guessed are rows of their own in the decode graph, which appends those of all rows before
+               any attends (batch_invariant; else they run as a prompt's tokens do)
     linears    step/fused_linear.py
 
 A row does not depend on the other rows' values, but in its last bits on their number: each bucket has its own order of
@@ -98,6 +100,8 @@ class CudaExecutor:
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Store the tokens of all chunks; return logits f32 [wanted rows, V]. The next call overwrites them."""
+        if self.batch_invariant:
+            chunks = [one for chunk in chunks for one in (_single(chunk) if chunk.verified else (chunk,))]
         with self.lock:
             return self._forward(chunks)
 
@@ -360,6 +364,11 @@ class CudaExecutor:
     @cached_property
     def _inputs(self) -> GraphInputs:
         return GraphInputs(BUCKETS[-1], self._width, self.model.spec.vocabulary, self.model.device)
+
+
+def _single(chunk: Chunk) -> list[Chunk]:
+    """Return the tokens of a chunk as chunks of one token, each of which is wanted."""
+    return [replace(chunk, ids=[t], start=chunk.start + j, scored=False) for j, t in enumerate(chunk.ids)]
 
 
 @dataclass(frozen=True, slots=True)

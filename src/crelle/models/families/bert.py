@@ -1,6 +1,6 @@
 """BERT (arXiv 1810.04805) and the sentence encoders made from it, such as all-MiniLM: attention in both directions.
 
-Layer norms behind attention and feed-forward; learned positions; the first row of the token types is added to a single
+Layer norms after attention and feed-forward; learned positions; the first row of the token types is added to a single
 text. The pooler and the heads of pre-training are not run: `crelle embed` averages the last layer's states.
 """
 

@@ -1,6 +1,6 @@
 """GLM-4: Llama with rope of neighbouring channels in half of each head, and gate and up in one matrix.
 
-The newer GLM-4 (0414) has norms behind attention and feed-forward too (sandwich).
+The newer GLM-4 (0414) has norms after attention and feed-forward too (sandwich).
 """
 
 from dataclasses import replace

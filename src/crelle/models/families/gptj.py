@@ -1,4 +1,4 @@
-"""GPT-J: attention and feed-forward side by side behind one layer norm; rope of neighbouring channels."""
+"""GPT-J: attention and feed-forward in parallel after one layer norm; rope of neighbouring channels."""
 
 from functools import partial
 from typing import Any

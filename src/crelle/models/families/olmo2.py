@@ -1,4 +1,4 @@
-"""OLMo 2: Llama with norms behind attention and feed-forward instead of before them, and of all heads of q and of k."""
+"""OLMo 2: Llama with norms after attention and feed-forward instead of before them, and of all heads of q and of k."""
 
 from dataclasses import replace
 

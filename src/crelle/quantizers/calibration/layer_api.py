@@ -6,6 +6,7 @@ here, and models/ implements them with the very decoder layers that are served: 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,32 +15,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crelle.formats.kv.pages import KVFormat
+from crelle.kernels.cpu import i16_gemm
 from crelle.kernels.cpu.bf16_gemm import PackedWeight
-from crelle.kernels.cpu.tiles import usable
+from crelle.kernels.cpu.i16_gemm import PackedI16Weight
+from crelle.kernels.cpu.tiles import has_tiles, usable
 
 Progress = Callable[[int, int, str], None]  # (done, total, what), called after each piece of work
 
 
 def has_half_products(device: torch.device) -> bool:
-    """Whether the hardware has instructions for products of bf16."""
-    return device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_amx_tile_supported())
+    """Whether the hardware has instructions for products of bf16, and CRELLE_ISA does not exclude them."""
+    return device.type == "cuda" or (device.type == "cpu" and has_tiles())
 
 
-def half_products(device: torch.device, wanted: bool = True) -> torch.autocast:
-    """Autocast matrix products to bf16 where the hardware has instructions for it; sums and residuals stay f32."""
-    enabled = wanted and has_half_products(device)
-    return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
+_integers: ContextVar[bool] = ContextVar("integer_products", default=False)
 
 
-def fused_on_cpu(x: Tensor) -> bool:
-    """Whether a forward pass on x can take our own kernels: products of bf16 on a CPU with AMX, and no gradient."""
-    return (
-        x.device.type == "cpu"
-        and torch.is_autocast_enabled("cpu")
-        and not torch.is_grad_enabled()
-        and torch.get_autocast_dtype("cpu") == torch.bfloat16
-        and usable(x.device)
-    )
+@contextmanager
+def half_products(device: torch.device, wanted: bool = True) -> Iterator[None]:
+    """Let matrix products round their factors where that is faster; sums and residuals stay f32.
+
+    To bf16 by autocast where the hardware has instructions for it. On other CPUs passes without gradients may round to
+    integers of 12 bits (crelle.kernels.cpu.i16_gemm), where the instruction set has products of them.
+    """
+    half = wanted and has_half_products(device)
+    token = _integers.set(wanted and not half and i16_gemm.usable(device))
+    try:
+        with torch.autocast(device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+            yield
+    finally:
+        _integers.reset(token)
+
+
+def fused_on_cpu(x: Tensor) -> torch.dtype | None:
+    """Return what a pass on x computes where it can take our own kernels: bf16 on a CPU with AMX, or f32; None: no.
+
+    They keep nothing for gradients.
+    """
+    if x.device.type != "cpu" or torch.is_grad_enabled():
+        return None
+    if torch.is_autocast_enabled("cpu"):
+        return torch.bfloat16 if torch.get_autocast_dtype("cpu") == torch.bfloat16 and usable(x.device) else None
+    return torch.float32 if _integers.get() else None
 
 
 @contextmanager
@@ -48,7 +65,7 @@ def bf16_sums(device: torch.device, wanted: bool = True) -> Iterator[None]:
 
     For Hessians: the products of the layers round their inputs to bf16 there too, so H is that of what they multiply.
     """
-    if not wanted or device.type != "cpu" or not torch.cpu._is_amx_tile_supported():
+    if not wanted or device.type != "cpu" or not has_tiles():
         yield
         return
     before = torch.get_float32_matmul_precision()
@@ -89,18 +106,22 @@ class Tape:
 
 
 class _Tiles:
-    """A weight as bf16 tiles: packed when it is first multiplied by, and again once it is another one or changed."""
+    """A weight as bf16 tiles or 16-bit integers: packed when it is first multiplied by, and again once it is another
+    one or changed.
+    """
 
     def __init__(self) -> None:
         self._of: Tensor | None = None
         self._version = 0
-        self._packed: PackedWeight | None = None
+        self._dtype = torch.float32  # of the results
+        self._packed: PackedWeight | PackedI16Weight | None = None
 
-    def packed(self, weight: Tensor) -> PackedWeight:
+    def packed(self, weight: Tensor, dtype: torch.dtype) -> PackedWeight | PackedI16Weight:
         version = -1 if weight.is_inference() else weight._version  # an inference tensor does not count its changes
-        if self._packed is None or self._of is not weight or version != self._version or version < 0:
-            self._packed = PackedWeight(weight)
-            self._of, self._version = weight, version
+        known = self._of is weight and self._version == version >= 0 and self._dtype == dtype
+        if self._packed is None or not known:
+            self._packed = PackedWeight(weight) if dtype == torch.bfloat16 else PackedI16Weight(weight)
+            self._of, self._version, self._dtype = weight, version, dtype
         return self._packed
 
     def __deepcopy__(self, memo: object) -> "_Tiles":
@@ -130,8 +151,8 @@ class TrainableLinear(nn.Module):
 
     def _product(self, x: Tensor) -> Tensor:
         x = x if self.activation is None else self.activation(x)
-        if self.coder is None and fused_on_cpu(x):
-            return self._tiles.packed(self.weight).product(x, self.bias)
+        if self.coder is None and (dtype := fused_on_cpu(x)) is not None:
+            return self._tiles.packed(self.weight, dtype).product(x, self.bias)
         return F.linear(x, self.weight if self.coder is None else self.coder(), self.bias)
 
 
@@ -225,7 +246,7 @@ class CalibrationModel(Protocol):
         ...
 
     def attend_within(self, lengths: Tensor) -> None:
-        """Let no token of an encoder's batch see what is behind its text's `lengths` [B], from now on."""
+        """Let no token of an encoder's batch see what is past its text's `lengths` [B], from now on."""
         ...
 
     def finish(self, x: Tensor) -> Tensor:

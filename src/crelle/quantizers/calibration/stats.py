@@ -10,8 +10,9 @@ They are sums over tokens, so memory is a few K² whatever the amount of data. A
 the stats of independent inputs of size 1, so that its weights alone decide. Where the layer's activations are to be
 quantized, X̂ is what the integers stand for (`rounding`); how to quantize them is decided on stats without that, which
 have a sample of inputs and, of the weights W that read them, readers = Σ Wᵀ W. Of several ranks each adds its own
-tokens, and all get the stats of all tokens (crelle.quantizers.ranks). On a CPU with AMX one kernel adds up all of it,
-from inputs rounded to bf16 (crelle.kernels.cpu.stats).
+tokens, and all get the stats of all tokens (crelle.quantizers.ranks). On a CPU one kernel adds up all of it: from
+inputs rounded to bf16 with AMX (crelle.kernels.cpu.stats), else to integers of 12 bits where the instruction set has
+products of them (crelle.kernels.cpu.i16_gemm).
 """
 
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.activations import ActivationSpec
+from crelle.kernels.cpu import i16_gemm
 from crelle.kernels.cpu import stats as cpu_stats
 from crelle.quantizers.calibration.layer_api import bf16_sums
 from crelle.quantizers.ranks import world
@@ -131,6 +133,13 @@ def without_tokens(like: Tensor) -> Stats:
     return Stats(torch.eye(len(like), device=like.device), ones, 0)
 
 
+def _kernel(device: torch.device) -> cpu_stats.StatsTiles | i16_gemm.StatsI16 | None:
+    """Return our own kernel for the sums, of the fastest kind that this CPU has; None: torch adds them up."""
+    if cpu_stats.usable(device):
+        return cpu_stats.StatsTiles()
+    return i16_gemm.StatsI16() if i16_gemm.usable(device) else None
+
+
 class StatsCollector:
     """Collects the Stats of one input: in the quantized model and, for `cross`, in the full-precision one."""
 
@@ -141,7 +150,7 @@ class StatsCollector:
         self._abssum = torch.zeros(K, device=device)
         self._tokens = 0
         self._sample: list[Tensor] = []
-        self._tiles = cpu_stats.StatsTiles() if half and cpu_stats.usable(self._hessian.device) else None
+        self._tiles = _kernel(self._hessian.device) if half else None
 
     def add(self, x: Tensor, full: Tensor | None = None, weight: Tensor | None = None) -> None:
         """Add inputs [..., K], those of each token multiplied by its weight, [T]; default: 1."""

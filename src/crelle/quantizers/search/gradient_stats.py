@@ -16,8 +16,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from crelle.kernels.cpu import i16_gemm
 from crelle.quantizers.calibration.half_stats import add_upper_half
-from crelle.quantizers.calibration.layer_api import Block, CalibrationModel, TrainableLinear, bf16_sums
+from crelle.quantizers.calibration.layer_api import (
+    Block,
+    CalibrationModel,
+    TrainableLinear,
+    bf16_sums,
+    has_half_products,
+)
 from crelle.quantizers.calibration.loss_passes import LossPasses, Place, wake_backward
 from crelle.quantizers.calibration.stats import add_upper, mirror_
 from crelle.quantizers.search.search_memory import SearchMemory
@@ -55,6 +62,9 @@ class GradientStats:
     def _add(self, sums: Tensor, x: Tensor) -> None:
         if self._half and x.device.type == "cuda":
             add_upper_half(sums, x.bfloat16())
+            return
+        if self._half and not has_half_products(x.device) and i16_gemm.usable(x.device):
+            i16_gemm.StatsI16().add(x, None, None, sums, None, x.new_zeros(x.shape[1]))
             return
         with bf16_sums(x.device, self._half):
             add_upper(sums, x)

@@ -39,6 +39,8 @@ class CachedTokens(Closed):
 
 class CompletionDetails(Closed):
     reasoning_tokens: Count
+    accepted_prediction_tokens: Count  # of the tokens that speculation guessed
+    rejected_prediction_tokens: Count
 
 
 class Usage(Closed):

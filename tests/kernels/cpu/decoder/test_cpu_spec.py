@@ -16,7 +16,7 @@ from spec_models import SPECS, VOCABULARY, decoder, forward, layer, random_parts
 from crelle.kernels.cpu import _core
 from crelle.kernels.cpu.executor import supports
 from crelle.kernels.cpu.fused_decoder import FusedDecoder, ModelParts, Paged
-from crelle.kernels.spec import DecoderSpec, ExpertsSpec
+from crelle.kernels.spec import DecoderSpec
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 TOLERANCE = 1e-5  # relative, of the norm of logits
@@ -49,7 +49,9 @@ def test_prompt_and_steps_against_f64(name: str, isa: str) -> None:
     assert error(found[110:], wanted[110:]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "gemma3", "sandwich"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "opt", "gemma3", "sandwich", "experts", "gpt-oss", "parallel", "norms of the stream", "350M"]
+)
 def test_a_batch_has_the_bits_of_each_alone(name: str, isa: str) -> None:
     parts = random_parts(SPECS[name])
     fused, texts = FusedDecoder(parts), [some_tokens(n, n) for n in (40, 90, 61)]
@@ -65,7 +67,7 @@ def test_a_batch_has_the_bits_of_each_alone(name: str, isa: str) -> None:
             assert torch.equal(fused.step(text[-1:], torch.tensor([len(text) - 1]), one)[0], y)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gemma3", "sinks", "soft caps"])
 @pytest.mark.parametrize(("text", "tolerance"), [("kv16", 1e-5), ("kv8:center=false", 2e-2), ("kv4:center=false", 0.3)])
 def test_pages(name: str, text: str, tolerance: float) -> None:
     parts, tokens, fmt = random_parts(SPECS[name]), some_tokens(100), KVFormat.parse(text)
@@ -95,8 +97,7 @@ def test_positions_beyond_the_table_are_refused() -> None:
 
 
 def test_what_the_fused_step_lacks_is_a_sentence() -> None:
-    experts = decoder(layer(experts=ExpertsSpec(count=4, top=2)))
-    assert "has no experts, layer 0 does" in str(supports(experts, KVFormat()))
-    assert "does not scale or cap logits" in str(supports(decoder(layer(), softcap=30.0), KVFormat()))
+    placed = decoder(layer(parallel=True, placement="reordered"))
+    assert "side by side where norms stand before them, not as in layer 0" in str(supports(placed, KVFormat()))
     wide = decoder(layer(head_size=640, rope=None))
     assert "at most 512 channels" in str(supports(wide, KVFormat.parse("kv4")))

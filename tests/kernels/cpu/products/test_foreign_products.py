@@ -44,7 +44,7 @@ def build(folder: Path, compiler: str, files: dict[str, Sequence[str]], main: Se
 @pytest.mark.skipif(not (shutil.which(ARM) and shutil.which(QEMU)), reason=f"needs {ARM} and {QEMU}")
 def test_arm_under_an_emulator(tmp_path: Path) -> None:
     files: dict[str, Sequence[str]] = dict.fromkeys((*SHARED, "isa/isa", "isa/isa_generic", "isa/isa_neon"), ())
-    files["planes/f32_gemm_generic"] = ()
+    files["tiles/f32_gemm_generic"] = ()
     files["isa/isa_dotprod"] = ["-march=armv8.2-a+dotprod"]
     done = subprocess.run([QEMU, "-cpu", "max", str(build(tmp_path, ARM, files))], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -61,7 +61,7 @@ def test_avx_vnni_by_the_instruction_of_avx512(tmp_path: Path) -> None:
     shim.write_text("#define __AVXVNNI__ 1\n#define _mm256_dpbusd_avx_epi32 _mm256_dpbusd_epi32\n")
     avx2 = ["-mavx2", "-mfma", "-mf16c"]
     files: dict[str, Sequence[str]] = dict.fromkeys(SHARED, ())
-    files["isa/isa_avx2"] = files["planes/f32_gemm_avx2"] = avx2
+    files["isa/isa_avx2"] = files["tiles/f32_gemm_avx2"] = avx2
     files["isa/isa_avxvnni"] = [*avx2, "-mavx512vl", "-mavx512vnni", "-include", "immintrin.h", "-include", str(shim)]
     done = subprocess.run([build(tmp_path, "g++", files, ["-DONLY=kAvxVnni"])], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -146,7 +146,9 @@ void attend_typed(const Attend &a, AttentionPartial *parts, size_t parts_apart, 
   for (; i < a.count; ++i)
     for (int h = 0; h < H; ++h) a.scores[h * ld + i] = score(a.q + h * ldq, k(i), a.D);
   for (int h = 0; h < H && k_own; ++h) a.scores[h * ld + a.count] = score(a.q + h * ldq, k_own, a.D);
-  for (int h = 0; h < H; ++h) parts[h * parts_apart] = weigh(a.scores + h * ld, a.count + (k_own != nullptr));
+  const int seen = a.count + (k_own != nullptr);
+  for (int h = 0; h < H && a.softcap > 0; ++h) cap(a.scores + h * ld, a.softcap, seen);
+  for (int h = 0; h < H; ++h) parts[h * parts_apart] = weigh(a.scores + h * ld, seen);
 
   constexpr int W = kRegisters >= 32 ? 4 : 1;
   const auto add = [&]<int n, bool Whole>(int j) __attribute__((always_inline)) {
@@ -173,12 +175,17 @@ inline void attend(const Attend &a, AttentionPartial *parts, size_t parts_apart,
                           : attend_heads<Bfloat>)(a, parts, parts_apart, out, out_apart);
 }
 
-inline void combine(const AttentionPartial *parts, const float *sums, size_t stride, int count, int D, float *out) {
+inline void combine(const AttentionPartial *parts, const float *sums, size_t stride, int count, int D,
+                    const float *sink, float *out) {
   float top = parts[0].top, total = 0;
   for (int c = 1; c < count; ++c) top = parts[c].top > top ? parts[c].top : top;
+  if (sink) {
+    top = *sink > top ? *sink : top;
+    total = exp_of(all(*sink - top))[0];
+  }
   for (int d = 0; d < D; ++d) out[d] = 0;
   for (int c = 0; c < count; ++c) {
-    const float factor = count == 1 ? 1.0f : exp_of(all(parts[c].top - top))[0];
+    const float factor = count == 1 && !sink ? 1.0f : exp_of(all(parts[c].top - top))[0];
     total += factor * parts[c].sum;
     for (int d = 0; d < D; ++d) out[d] += factor * sums[c * stride + d];
   }

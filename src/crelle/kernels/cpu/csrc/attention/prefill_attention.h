@@ -138,6 +138,7 @@ void block_run(const AttendBlock &b, const Queries<W> &a, const float *k, const 
   int i = 0;
   for (; i + kDeep <= keys; i += kDeep) block_scores<kDeep, W>(k + size_t(i) * D, a, D, scores + i * W * kLanes);
   for (; i < keys; ++i) block_scores<1, W>(k + size_t(i) * D, a, D, scores + i * W * kLanes);
+  if (b.softcap > 0) cap(scores, b.softcap, keys * W * kLanes);
   Vec factor[W];
   for (int w = 0; w < W; ++w)
     factor[w] = block_softmax<W>(scores + w * kLanes, from, keys, a.position[w], b.window, a.top[w], a.total[w]);
@@ -196,7 +197,9 @@ inline void attend_block(const AttendBlock &b, float *scratch) {
   }
 
   for (int i = 0; i < vectors; ++i) {
-    const Vec inverse = 1.0f / load(totals + i * kLanes);
+    Vec total = load(totals + i * kLanes);
+    if (b.sinks) total += exp_of(b.sinks[i % b.heads] - load(tops + i * kLanes));  // e^88 where that is too much
+    const Vec inverse = 1.0f / total;
     float *out = b.out + at(i);
     for (int d = 0; d < D * kLanes; d += kLanes) store(out + d, load(out + d) * inverse);
   }

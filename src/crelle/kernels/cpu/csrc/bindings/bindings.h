@@ -69,6 +69,7 @@ inline Activation activation_of(const std::string &name) {
   if (name == "gelu") return Activation::Gelu;
   if (name == "gelu_tanh") return Activation::GeluTanh;
   if (name == "relu") return Activation::Relu;
+  if (name == "swigluoai") return Activation::SwigluOai;
   throw std::invalid_argument("there is no activation '" + name + "'");
 }
 
@@ -85,7 +86,9 @@ void bind_solver(nb::module_ &m);
 void bind_groups(nb::module_ &m);
 void bind_stats(nb::module_ &m);
 void bind_bf16_gemm(nb::module_ &m);
+void bind_i16_gemm(nb::module_ &m);
 void bind_bf16_attention(nb::module_ &m);
+void bind_f32_attention(nb::module_ &m);
 void bind_integer(nb::module_ &m);
 void bind_decoder(nb::module_ &m);
 

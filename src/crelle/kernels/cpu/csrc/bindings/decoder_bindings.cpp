@@ -76,25 +76,55 @@ struct Owned {
     return made;
   }
 
+  // An object with `gate` (None unless gated), `up` and `down`.
+  FeedForward feed_forward(nb::handle h, bool gated) {
+    FeedForward f;
+    f.up = linear(h.attr("up")), f.down = linear(h.attr("down"));
+    require(gated == !h.attr("gate").is_none(), "a feed-forward has a gate if its layer is gated");
+    f.gate = gated ? linear(h.attr("gate")) : std::exchange(f.up, {});
+    return f;
+  }
+
+  // An object with `top`, `normalize`, `router`, `shared_gate` (or None) and `each`.
+  Experts experts(nb::handle h, bool gated) {
+    Experts e;
+    e.top = nb::cast<int>(h.attr("top")), e.normalize = nb::cast<bool>(h.attr("normalize"));
+    e.router = linear(h.attr("router"));
+    e.count = e.router.N;
+    if (const nb::object gate = h.attr("shared_gate"); !gate.is_none()) e.shared_gate = linear(gate);
+    for (nb::handle one : h.attr("each")) e.each.push_back(feed_forward(one, gated));
+    return e;
+  }
+
   LayerWeights layer(nb::handle h, const Model &model) {
     LayerWeights l;
     l.q = linear(h.attr("q")), l.k = linear(h.attr("k")), l.v = linear(h.attr("v")), l.o = linear(h.attr("o"));
-    l.up = linear(h.attr("up")), l.down = linear(h.attr("down"));
-    l.gated = !h.attr("gate").is_none();
-    l.gate = l.gated ? linear(h.attr("gate")) : std::exchange(l.up, {});
+    l.gated = nb::cast<bool>(h.attr("gated"));
+    if (const nb::object of = h.attr("experts"); of.is_none())
+      l.mlp = feed_forward(h, l.gated);
+    else
+      l.experts = experts(of, l.gated);
     l.activation = activation_of(nb::cast<std::string>(h.attr("activation")));
     l.norm_attention = norm(h.attr("norm_attention"), model.width, "norm_attention");
     l.norm_mlp = norm(h.attr("norm_mlp"), model.width, "norm_mlp");
     l.post_attention_norm = norm(h.attr("post_attention_norm"), model.width, "post_attention_norm");
     l.post_mlp_norm = norm(h.attr("post_mlp_norm"), model.width, "post_mlp_norm");
-    l.q_norm = norm(h.attr("q_norm"), model.head_size, "q_norm");
-    l.k_norm = norm(h.attr("k_norm"), model.head_size, "k_norm");
-    require(l.norm_attention && l.norm_mlp, "a layer needs both of its norms");
+    l.stream_attention_norm = norm(h.attr("stream_attention_norm"), model.width, "stream_attention_norm");
+    l.stream_mlp_norm = norm(h.attr("stream_mlp_norm"), model.width, "stream_mlp_norm");
+    l.whole_qk_norm = nb::cast<bool>(h.attr("whole_qk_norm"));
+    const int D = model.head_size;
+    l.q_norm = norm(h.attr("q_norm"), l.whole_qk_norm ? size_t(model.heads) * D : D, "q_norm");
+    l.k_norm = norm(h.attr("k_norm"), l.whole_qk_norm ? size_t(model.kv_heads) * D : D, "k_norm");
+    require(!l.whole_qk_norm || (l.q_norm && l.k_norm), "norms of all heads need their weights");
+    l.sinks = vector(h.attr("sinks"), model.heads, "sinks");
+    l.softcap = nb::cast<float>(h.attr("softcap"));
+    l.residual_scale = nb::cast<float>(h.attr("residual_scale"));
+    l.parallel = nb::cast<bool>(h.attr("parallel"));
     const nb::object window = h.attr("window");
     l.window = window.is_none() ? 0 : nb::cast<int>(window);
     require(window.is_none() || l.window > 0, "a window must be positive");
     l.rope = nb::cast<int>(h.attr("rope"));
-    l.scale = nb::cast<float>(h.attr("scale"));
+    l.scale = nb::cast<float>(h.attr("scale")), l.rotated_scale = nb::cast<float>(h.attr("rotated_scale"));
     // The usual scale has the bits of this division; what Python makes of D ** -0.5 may be a neighbour of it.
     const float usual = 1.0f / std::sqrt(static_cast<float>(model.head_size));
     if (std::abs(l.scale - usual) < 4e-7f * usual) l.scale = usual;
@@ -119,7 +149,10 @@ void build(Owned *self, nb::object parts, const std::string &precision) {
     m.position_offset = nb::cast<int>(parts.attr("position_offset"));
   }
   m.norm = made.norm(parts.attr("norm"), m.width, "norm");
+  m.logit_scale = nb::cast<float>(parts.attr("logit_scale")), m.softcap = nb::cast<float>(parts.attr("softcap"));
   m.head = made.linear(parts.attr("head"));
+  if (const nb::object in = parts.attr("project_in"); !in.is_none()) m.project_in = made.linear(in);
+  if (const nb::object out = parts.attr("project_out"); !out.is_none()) m.project_out = made.linear(out);
   for (nb::handle h : parts.attr("layers")) m.layers.push_back(made.layer(h, m));
   const std::string problem = m.problem();
   require(problem.empty(), problem);

@@ -237,7 +237,9 @@ NB_MODULE(_core, m) {
   bind_groups(m);
   bind_stats(m);
   bind_bf16_gemm(m);
+  bind_i16_gemm(m);
   bind_bf16_attention(m);
+  bind_f32_attention(m);
   bind_integer(m);
   m.def(
       "isas",

@@ -80,7 +80,7 @@ void attention(In<float, 1> q, AnyMatrix keys, AnyMatrix values, Out<float, 1> o
                    scores.data()};
     ops.attend(a, &parts[r], 0, sums.data() + size_t(r) * D, 0);
   }
-  ops.combine(parts.data(), sums.data(), D, runs, D, out.data());
+  ops.combine(parts.data(), sums.data(), D, runs, D, nullptr, out.data());
 }
 
 }  // namespace

@@ -8,6 +8,16 @@
 namespace crelle::cpu {
 namespace {
 
+// Equal runs of rows, of whole units.
+template <class Share>
+std::vector<Share> equal_shares(int rows, int unit, int threads) {
+  std::vector<Share> out;
+  const int units = (rows + unit - 1) / unit;
+  for (int t = 0; t < threads; ++t)
+    out.push_back({std::min(rows, part(units, t, threads) * unit), std::min(rows, part(units, t + 1, threads) * unit)});
+  return out;
+}
+
 // Partition matrices that are multiplied in one phase into shares of equal bytes, each a run of whole units.
 // `together`: the matrices have the same rows, and a thread gets the same rows of each.
 template <class Share>
@@ -57,26 +67,44 @@ std::string Model::problem() const {
   const auto is = [](const Matrix &m, int N, int K) { return m.N == N && m.K == K; };
   for (size_t i = 0; i < layers.size(); ++i) {
     const LayerWeights &l = layers[i];
+    const auto fits = [&](const FeedForward &f) {
+      return is(f.gate, f.gate.N, width) && (!l.gated || is(f.up, f.gate.N, width)) && is(f.down, width, f.gate.N);
+    };
     if (!is(l.q, q, width) || !is(l.k, kv, width) || !is(l.v, kv, width) || !is(l.o, width, q) ||
-        !is(l.gate, l.gate.N, width) || (l.gated && !is(l.up, l.gate.N, width)) || !is(l.down, width, l.gate.N))
+        (l.experts ? !is(l.experts.router, l.experts.count, width) : !fits(l.mlp)) ||
+        !std::all_of(l.experts.each.begin(), l.experts.each.end(), fits) ||
+        (l.experts.shared() && !is(l.experts.shared_gate, 1, width)))
       return "layer " + std::to_string(i) + " has a matrix of another shape than the model's sizes ask for";
+    if (l.experts && (l.experts.top < 1 || l.experts.top > l.experts.count ||
+                      int(l.experts.each.size()) != l.experts.count + l.experts.shared()))
+      return "layer " + std::to_string(i) + " has other experts than its sizes ask for";
+    if (l.parallel && (l.post_attention_norm || l.stream_attention_norm))
+      return "layer " + std::to_string(i) +
+             " norms what attention returns, though the feed-forward does not wait for it";
     if (!l.q_norm != !l.k_norm) return "layer " + std::to_string(i) + " has only one of q_norm and k_norm";
     if (l.rope >= int(ropes.size())) return "layer " + std::to_string(i) + " names a rope that is not there";
   }
   if (positions.N && (positions.K != width || position_offset < 0 || position_offset >= positions.N))
     return "learned positions must have `width` columns, and rows from the offset on";
-  if (embedding.K != width || head.K != width || head.N < 1) return "embedding and head must have `width` columns";
+  if (embedding.K < 1 || head.K != embedding.K || head.N < 1) return "embedding and head must have the same columns";
+  if (embedding.K != width && !(is(project_in, width, embedding.K) && is(project_out, embedding.K, width)))
+    return "projections must stand between embeddings, and a head, of another width than the layers";
   return "";
 }
 
 Decoder::Decoder(Model model) : model_(std::move(model)) {
   for (LayerWeights &l : model_.layers) {
     find_kinds({&l.q, &l.k, &l.v});
-    find_kinds({&l.gate, &l.up});
     find_kinds({&l.o});
-    find_kinds({&l.down});
+    find_kinds({&l.experts.router, &l.experts.shared_gate});
+    find_kinds({&l.mlp.gate, &l.mlp.up});
+    find_kinds({&l.mlp.down});
+    for (FeedForward &f : l.experts.each) {
+      find_kinds({&f.gate, &f.up});
+      find_kinds({&f.down});
+    }
   }
-  find_kinds({&model_.head});
+  for (Matrix *m : {&model_.head, &model_.project_in, &model_.project_out}) find_kinds({m});
   ops_ = &ops_of(kinds_.empty() ? isa() : *kinds_.front().first->isa);
 }
 
@@ -122,6 +150,31 @@ Decoder::Times Decoder::times() {
   return times_;
 }
 
+void Decoder::arrange_shares(int threads) {
+  const int layers = int(model_.layers.size());
+  shares_.assign(layers * kMatrices + 3, {});
+  for (int i = 0; i < layers; ++i) {
+    const LayerWeights &l = model_.layers[i];
+    auto *s = &shares_[i * kMatrices];
+    partition({&l.q, &l.k, &l.v}, false, threads, s);
+    partition({&l.o}, false, threads, s + 3);
+    if (l.experts) {  // what comes between is shared out when it is known which of them are read
+      int unit = 16;
+      for (const FeedForward &f : l.experts.each) unit = std::max(unit, f.down.unit());
+      s[4] = equal_shares<Share>(l.experts.count, l.experts.router.unit(), threads);
+      s[6] = equal_shares<Share>(model_.width, unit, threads);
+    } else {
+      partition({&l.mlp.gate, &l.mlp.up}, true, threads, s + 4);
+      partition({&l.mlp.down}, false, threads, s + 6);
+    }
+  }
+  auto *s = &shares_[layers * kMatrices];
+  for (const Matrix *m : {&model_.head, &model_.project_in, &model_.project_out}) {
+    if (m->N) partition({m}, false, threads, s);
+    ++s;
+  }
+}
+
 // Everything that allocates; does nothing from the second step on, until a sequence is twice as long. Buffers never
 // shrink: what is arranged for more serves less.
 void Decoder::arrange(int threads, int count, int runs) {
@@ -131,31 +184,34 @@ void Decoder::arrange(int threads, int count, int runs) {
   }
   const int B = std::max(count, B_);
   runs_ = std::max(runs_, static_cast<int>(std::bit_ceil(static_cast<unsigned>(runs))));
-  const int H = model_.heads, D = model_.head_size, layers = int(model_.layers.size());
-  size_t widest = padded(std::max(model_.width, H * D));
-  if (threads != threads_) {
-    shares_.assign(layers * kMatrices + 1, {});
-    for (int i = 0; i < layers; ++i) {
-      const LayerWeights &l = model_.layers[i];
-      auto *s = &shares_[i * kMatrices];
-      partition({&l.q, &l.k, &l.v}, false, threads, s);
-      partition({&l.o}, false, threads, s + 3);
-      partition({&l.gate, &l.up}, true, threads, s + 4);
-      partition({&l.down}, false, threads, s + 6);
-    }
-    partition({&model_.head}, false, threads, &shares_.back());
-  }
+  const int H = model_.heads, D = model_.head_size;
+  size_t widest = padded(std::max({model_.width, H * D, model_.words()}));
+  if (threads != threads_) arrange_shares(threads);
   encoded_.resize(kinds_.size());
   for (size_t i = 0; i < kinds_.size(); ++i) {
     encoded_[i].resize(threads);
     for (int t = 0; t < threads; ++t) encoded_[i][t].shape(*kinds_[i].first, t ? 1 : B, model_.precision);
   }
-  size_t inner = 0;
-  for (const LayerWeights &l : model_.layers) inner = std::max(inner, padded(l.gate.N));
+  size_t inner = 0, scores = 0;  // inner: of all feed-forwards that a token takes
+  int slots = 0;
+  for (const LayerWeights &l : model_.layers) {
+    inner = std::max(inner, padded(l.mlp.gate.N));
+    size_t widest_expert = 0;
+    for (const FeedForward &f : l.experts.each) widest_expert = std::max(widest_expert, padded(f.gate.N));
+    inner = std::max(inner, widest_expert * l.experts.of_token());
+    scores = std::max(scores, padded(l.experts.each.size()));
+    slots = std::max(slots, l.experts.of_token());
+  }
+  if (slots) {
+    scores_.grow(B * scores * 4);
+    if (B > 1) gathered_.grow(size_t(B) * slots * padded(model_.width) * 4);
+    routed_.resize(std::max(routed_.size(), size_t(B) * slots));
+    routing_.resize(threads);
+  }
   stream_.grow(B * padded(model_.width) * 4);
   qkv_.grow(B * padded(size_t(H + 2 * model_.kv_heads) * D) * 4);
   hidden_.grow(B * inner * 2 * 4);
-  branch_.grow(B * padded(model_.width) * 4);
+  branch_.grow(B * widest * 4);
   parts_.grow(size_t(B) * H * runs_ * sizeof(AttentionPartial));
   sums_.grow(size_t(B) * H * runs_ * padded(D) * 4);
   angles_.grow(size_t(B) * padded(model_.angles()) * 4);

@@ -48,6 +48,7 @@ struct Attend {
   float *scores;                 // scratch, [heads][count + 1 rounded up to 16]
   // Where they do not lie in a row: keys and values [16, D] of tokens 0, 16, 32 …; k and v are not looked at then.
   const uint8_t *const *k16 = nullptr, *const *v16 = nullptr;
+  float softcap = 0;  // of the scores; 0: none
 };
 
 // sum = sum_i exp(score_i - top), out [D] = sum_i exp(score_i - top) v_i; parts of a sequence are combined later.
@@ -69,6 +70,8 @@ struct AttendBlock {
   // Where they do not lie in a row: writes keys and values [from, from + count) as floats.
   void (*read)(const void *pages, int from, int count, float *k, float *v) = nullptr;
   const void *pages = nullptr;
+  float softcap = 0;             // of the scores; 0: none
+  const float *sinks = nullptr;  // [heads]: one more score of each head, which has no value; or none
 };
 
 // rms: x / rms(x) * weight; layer: (x - mean) / std * weight + bias. Sums in f32.
@@ -81,7 +84,7 @@ struct Norm {
   explicit operator bool() const { return weight != nullptr; }
 };
 
-enum class Activation : uint8_t { Silu, Gelu, GeluTanh, Relu };
+enum class Activation : uint8_t { Silu, Gelu, GeluTanh, Relu, SwigluOai };
 
 struct Ops {
   const char *name;
@@ -92,13 +95,16 @@ struct Ops {
   void (*rope)(float *x, const float *cos, const float *sin, int D);    // rope: pairs (i, i + D/2), angles [D/2]
   void (*activate)(Activation kind, float *x, const float *up, int n);  // x = f(x) * up, or f(x) where up is null
   void (*add)(float *x, const float *y, int n);                         // x += y
+  void (*add_scaled)(float *x, const float *y, float factor, int n);    // x += factor y
   void (*scale)(float *x, float factor, int n);
+  void (*cap)(float *x, float softcap, int n);  // x = softcap tanh(x / softcap)
   // y[m, n] for M rows of x and outputs [row0, row1)
   void (*dense)(const Dense &w, const float *x, size_t ldx, int M, float *y, size_t ldy, int row0, int row1);
   // Head i's results: parts[i * parts_apart], and D sums from out + i * out_apart on.
   void (*attend)(const Attend &a, AttentionPartial *parts, size_t parts_apart, float *out, size_t out_apart);
-  // out [D] = the softmax over `parts` runs; run i's sums are at sums + i * stride
-  void (*combine)(const AttentionPartial *parts, const float *sums, size_t stride, int count, int D, float *out);
+  // out [D] = the softmax over `parts` runs; run i's sums are at sums + i * stride; sink: one more score, or null
+  void (*combine)(const AttentionPartial *parts, const float *sums, size_t stride, int count, int D, const float *sink,
+                  float *out);
   // Over tiles of 16 tokens, [n][16]: see transposed_ops.h.
   void (*tile_of_rows)(const float *rows, size_t ld, int count, int n, bool add, float *tile);
   void (*rows_of_tile)(const float *tile, int count, int n, float *rows, size_t ld);

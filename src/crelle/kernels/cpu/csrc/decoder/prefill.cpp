@@ -1,42 +1,24 @@
 #include "decoder/prefill.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cmath>
 
 #include "attention/hadamard.h"
+#include "decoder/for_each.h"
 #include "planes/matmul.h"
 
 namespace crelle::cpu {
 namespace {
 
-constexpr int kBlocksOfItem = 4;    // of a coded matrix, at most
-constexpr int kOutputsOfItem = 64;  // of a plain matrix
-constexpr int kPlainRows = 32;      // of x that pass by a plain item at a time: both stay in L2
-constexpr int kPadding = 64;        // features: a multiple of every block
+constexpr int kPadding = 64;     // features: a multiple of every block
+constexpr int kSlots = 1 << 13;  // of tokens at experts in a pass: what they need of memory
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// fn(i) for i in [0, count): threads take the next one as they come.
-template <class F>
-void for_each(int count, F &&fn) {
-  std::atomic<int> next{0};
-  Pool::get().run([&](int, int) {
-    for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) fn(i);
-  });
-}
-
-// Blocks of an item where threads share `blocks`: a number of items that they can share out equally.
-int blocks_of_item(int blocks) {
-  const int threads = Pool::get().threads(), each = (blocks + threads - 1) / threads;
-  const int items = std::max(1, (each + kBlocksOfItem - 1) / kBlocksOfItem);
-  return std::max(1, (each + items - 1) / items);
-}
-
 const Isa &isa_of(const Model &model) {
   for (const LayerWeights &l : model.layers)
-    for (const Matrix *m : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down})
+    for (const Matrix *m : {&l.q, &l.k, &l.v, &l.o, &l.mlp.gate, &l.mlp.up, &l.mlp.down})
       if (m->coded) return *m->coded->isa;
   return model.head.coded ? *model.head.coded->isa : isa();
 }
@@ -44,7 +26,10 @@ const Isa &isa_of(const Model &model) {
 }  // namespace
 
 Prefill::Prefill(const Model &model) : model_(model), ops_(ops_of(isa_of(model))) {
-  for (const LayerWeights &l : model_.layers) inner_ = std::max(inner_, l.gate.N);
+  for (const LayerWeights &l : model_.layers) {
+    inner_ = std::max(inner_, l.mlp.gate.N);
+    if (l.experts) tiles_of_pass_ = std::min(tiles_of_pass_, std::max(1, kSlots / kTileRows / l.experts.of_token()));
+  }
 }
 
 void Prefill::done(Phase phase) {
@@ -72,7 +57,7 @@ void Prefill::run(const Cache &cache, const std::vector<Sequence> &sequences, bo
       tiles.push_back({&s, first, count, 0, wanted ? made : -1});
       if (wanted) made += all ? count : 1;
     }
-  const int passes = (int(tiles.size()) + kTiles - 1) / kTiles;
+  const int passes = (int(tiles.size()) + tiles_of_pass_ - 1) / tiles_of_pass_;
   for (int i = 0; i < passes; ++i) {  // about equal
     tiles_.assign(tiles.begin() + part(int(tiles.size()), i, passes),
                   tiles.begin() + part(int(tiles.size()), i + 1, passes));
@@ -95,11 +80,14 @@ Prefill::Tiles Prefill::grow(Buffer &b, int features) {
 void Prefill::pass(bool all, float *logits) {
   const int q = model_.heads * model_.head_size, kv = model_.kv_heads * model_.head_size;
   Buffer *b = buffers_;
-  stream_ = grow(*b++, model_.width), normed_ = grow(*b++, model_.width);
+  const int widest = std::max(model_.width, model_.words());
+  stream_ = grow(*b++, model_.width), normed_ = grow(*b++, widest);
   q_ = grow(*b++, q), attended_ = grow(*b++, q), k_ = grow(*b++, kv), v_ = grow(*b++, kv);
   gate_ = grow(*b++, inner_), up_ = grow(*b++, inner_), angles_ = grow(*b++, model_.angles());
+  branch_ = grow(*b++, widest);
 
   for_each(tiles(), [&](int t) { embed(t); });
+  if (model_.project_in.N) project_in();
   done(Embed);
   const int layers = int(model_.layers.size());
   for (int i = 0; i < layers; ++i) layer(i, i + 1 == layers && !all);
@@ -107,24 +95,22 @@ void Prefill::pass(bool all, float *logits) {
 }
 
 void Prefill::embed(int tile) {
-  const int width = model_.width;
+  const int width = model_.width, words = model_.words();
   const Tile &at = tiles_[tile];
   static thread_local Buffer scratch;
-  scratch.grow(size_t{kTileRows + 1} * width * sizeof(float));
-  float *const rows = floats_of(scratch), *const learned = rows + size_t{kTileRows} * width;
+  scratch.grow(size_t{kTileRows} * words * sizeof(float));
+  float *const rows = floats_of(scratch);
   for (int i = 0; i < at.count; ++i) {
     const int n = int(at.sequence->token[at.first + i]);
-    float *const x = rows + size_t(i) * width;
+    float *const x = rows + size_t(i) * words;
     if (model_.embedding.coded)
       dequantize_row(*model_.embedding.coded, n, x);
     else
-      ops_.load(model_.embedding.dense.type, model_.embedding.dense.row(n), x, width);
-    if (model_.embedding_scale != 1.0f) ops_.scale(x, model_.embedding_scale, width);
-    if (!model_.positions.N) continue;
-    ops_.load(model_.positions.type, model_.positions.row(at.position() + i + model_.position_offset), learned, width);
-    ops_.add(x, learned, width);
+      ops_.load(model_.embedding.dense.type, model_.embedding.dense.row(n), x, words);
+    if (model_.embedding_scale != 1.0f) ops_.scale(x, model_.embedding_scale, words);
   }
-  ops_.tile_of_rows(rows, width, at.count, width, false, stream_.tile(tile));
+  ops_.tile_of_rows(rows, words, at.count, words, false, words == width ? stream_.tile(tile) : normed_.tile(tile));
+  if (words == width) add_positions(tile);
   for (const Rope &rope : model_.ropes) {
     const int half = rope.channels() / 2;
     float *const cos = angles_.tile(tile) + rope.at * kTileRows, *const sin = cos + half * kTileRows;
@@ -136,18 +122,50 @@ void Prefill::embed(int tile) {
   }
 }
 
+void Prefill::add_positions(int tile) {
+  if (!model_.positions.N) return;
+  const int width = model_.width;
+  const Tile &at = tiles_[tile];
+  static thread_local Buffer scratch;
+  scratch.grow(size_t{kTileRows} * width * sizeof(float));
+  float *const rows = floats_of(scratch);
+  for (int i = 0; i < at.count; ++i)
+    ops_.load(model_.positions.type, model_.positions.row(at.position() + i + model_.position_offset),
+              rows + size_t(i) * width, width);
+  ops_.tile_of_rows(rows, width, at.count, width, true, stream_.tile(tile));
+}
+
+// Embeddings of another width, which wait in `normed_`, as the stream.
+void Prefill::project_in() {
+  expect(model_.words(), {&model_.project_in});
+  for_each(tiles(), [&](int t) { pack(t, normed_.tile(t)); });
+  multiply({{&model_.project_in, stream_}});
+  for_each(tiles(), [&](int t) {
+    if (model_.project_in.bias) ops_.add_to_tile(stream_.tile(t), model_.project_in.bias, model_.width);
+    add_positions(t);
+  });
+}
+
+// What a head of another width reads, in `branch_`.
+void Prefill::project_out() {
+  expect(model_.width, {&model_.project_out});
+  for_each(tiles(), [&](int t) {
+    if (model_.norm) norm_tile(ops_, model_.norm, stream_.tile(t), model_.width, normed_.tile(t));
+    pack(t, model_.norm ? normed_.tile(t) : stream_.tile(t));
+  });
+  multiply({{&model_.project_out, branch_}});
+  if (model_.project_out.bias)
+    for_each(tiles(), [&](int t) { ops_.add_to_tile(branch_.tile(t), model_.project_out.bias, model_.words()); });
+}
+
 // Layer i. In the last one only the tiles whose logits are wanted go on behind its keys and values.
 void Prefill::layer(int i, bool last) {
   const LayerWeights &l = model_.layers[i];
-  const int width = model_.width, inner = l.gate.N;
-  const auto norm = [&](const Norm &norm) {
-    return [&norm, width, this](int t) {
-      norm_tile(ops_, norm, stream_.tile(t), width, normed_.tile(t));
-      pack(t);
-    };
-  };
-  expect(normed_, width, {&l.q, &l.k, &l.v});
-  for_each(tiles(), norm(l.norm_attention));
+  const Tiles x = input_of(l.norm_attention, {&l.q, &l.k, &l.v});
+  for_each(tiles(), [&](int t) {
+    norm_input(l.norm_attention, t);
+    pack(t, x.tile(t));
+  });
   done(Input);
   multiply({{&l.q, q_}, {&l.k, k_}, {&l.v, v_}});
   done(Qkv);
@@ -172,26 +190,49 @@ void Prefill::layer(int i, bool last) {
   });
   done(Attention);
 
-  expect(attended_, model_.heads * model_.head_size, {&l.o});
-  for_each(tiles(), [&](int t) { pack(t); });
-  add_to_stream(l.o, l.post_attention_norm);
+  expect(model_.heads * model_.head_size, {&l.o});
+  for_each(tiles(), [&](int t) { pack(t, attended_.tile(t)); });
+  add_to_stream(l, l.o, l.post_attention_norm, l.stream_attention_norm, l.parallel);
   done(Output);
+  l.experts ? experts(l) : feed_forward(l);
+  done(Down);
+}
 
-  l.gated ? expect(normed_, width, {&l.gate, &l.up}) : expect(normed_, width, {&l.gate});
-  for_each(tiles(), norm(l.norm_mlp));
-  done(MlpInput);
-  l.gated ? multiply({{&l.gate, gate_}, {&l.up, up_}}) : multiply({{&l.gate, gate_}});
-  done(GateUp);
-  expect(gate_, inner, {&l.down});
+void Prefill::feed_forward(const LayerWeights &l) {
+  const FeedForward &f = l.mlp;
+  const int inner = f.gate.N;
+  const Tiles x = l.gated ? input_of(l.norm_mlp, {&f.gate, &f.up}) : input_of(l.norm_mlp, {&f.gate});
   for_each(tiles(), [&](int t) {
-    if (l.gate.bias) ops_.add_to_tile(gate_.tile(t), l.gate.bias, inner);
-    if (l.up.bias) ops_.add_to_tile(up_.tile(t), l.up.bias, inner);
-    ops_.activate(l.activation, gate_.tile(t), l.gated ? up_.tile(t) : nullptr, inner * kTileRows);
-    pack(t);
+    norm_input(l.norm_mlp, t);
+    pack(t, x.tile(t));
+  });
+  done(MlpInput);
+  l.gated ? multiply({{&f.gate, gate_}, {&f.up, up_}}) : multiply({{&f.gate, gate_}});
+  done(GateUp);
+  expect(inner, {&f.down});
+  for_each(tiles(), [&](int t) {
+    activate(l, f, gate_.tile(t), up_.tile(t));
+    pack(t, gate_.tile(t));
   });
   done(Activate);
-  add_to_stream(l.down, l.post_mlp_norm);
-  done(Down);
+  add_to_stream(l, f.down, l.post_mlp_norm, l.stream_mlp_norm, false);
+}
+
+// Announce what attention or feed-forward reads: the stream, or the norm of it.
+Prefill::Tiles Prefill::input_of(const Norm &norm, std::initializer_list<const Matrix *> group) {
+  expect(model_.width, group);
+  return norm ? normed_ : stream_;
+}
+
+void Prefill::norm_input(const Norm &norm, int tile) {
+  if (norm) norm_tile(ops_, norm, stream_.tile(tile), model_.width, normed_.tile(tile));
+}
+
+// What a feed-forward's last product reads, in place of what the first two returned.
+void Prefill::activate(const LayerWeights &l, const FeedForward &f, float *gate, float *up) const {
+  if (f.gate.bias) ops_.add_to_tile(gate, f.gate.bias, f.gate.N);
+  if (l.gated && f.up.bias) ops_.add_to_tile(up, f.up.bias, f.gate.N);
+  ops_.activate(l.activation, gate, l.gated ? up : nullptr, f.gate.N * kTileRows);
 }
 
 // Of the pass only the tiles that give logits are left, side by side.
@@ -210,21 +251,35 @@ void Prefill::keep_wanted() {
   count_rows();
 }
 
-// The residual stream += x W^T + bias, or the norm of that where the model has one there.
-void Prefill::add_to_stream(const Matrix &m, const Norm &post) {
+// The residual stream += x W^T + bias, or the norm of that where the model has one there; later: not yet.
+void Prefill::add_to_stream(const LayerWeights &l, const Matrix &m, const Norm &post, const Norm &after, bool later) {
   const int width = model_.width;
-  if (!post) {
+  if (!post && !later && l.residual_scale == 1) {
     multiply({{&m, stream_}}, true);
-    if (m.bias) for_each(tiles(), [&](int t) { ops_.add_to_tile(stream_.tile(t), m.bias, width); });
+    if (m.bias || after || l.parallel)
+      for_each(tiles(), [&](int t) {
+        if (m.bias) ops_.add_to_tile(stream_.tile(t), m.bias, width);
+        if (l.parallel) ops_.add(stream_.tile(t), branch_.tile(t), width * kTileRows);
+        if (after) norm_tile(ops_, after, stream_.tile(t), width, stream_.tile(t));
+      });
     return;
   }
-  multiply({{&m, normed_}});  // free: what was normed has been packed and multiplied
+  const Tiles y = later ? branch_ : normed_;  // free: what was normed has been packed and multiplied
+  multiply({{&m, y}});
   for_each(tiles(), [&](int t) {
-    float *const x = normed_.tile(t);
-    if (m.bias) ops_.add_to_tile(x, m.bias, width);
-    norm_tile(ops_, post, x, width, x);
-    ops_.add(stream_.tile(t), x, width * kTileRows);
+    if (m.bias) ops_.add_to_tile(y.tile(t), m.bias, width);
+    if (!later) add_tile(l, t, y.tile(t), post, after);
   });
+}
+
+// A tile of the stream += what attention or feed-forward returned.
+void Prefill::add_tile(const LayerWeights &l, int tile, float *y, const Norm &post, const Norm &after) {
+  const int width = model_.width;
+  float *const stream = stream_.tile(tile);
+  if (post) norm_tile(ops_, post, y, width, y);
+  ops_.add_scaled(stream, y, l.residual_scale, width * kTileRows);
+  if (l.parallel) ops_.add_scaled(stream, branch_.tile(tile), l.residual_scale, width * kTileRows);
+  if (after) norm_tile(ops_, after, stream, width, stream);
 }
 
 // Bias, norm and rope of a tile's queries and keys; keys and values into the cache.
@@ -243,9 +298,9 @@ void Prefill::place(const LayerWeights &l, int layer, int tile) {
   if (l.v.bias) ops_.add_to_tile(v, l.v.bias, Hkv * D);
   const int rotated = l.rope < 0 ? 0 : model_.ropes[l.rope].channels();
   const float *cos = l.rope < 0 ? nullptr : angles_.tile(tile) + model_.ropes[l.rope].at * kTileRows;
-  const auto norm_rope = [&](float *x, const Norm &norm, float factor) {
-    if (norm) norm_tile(ops_, norm, x, D, x);
-    if (rotated) ops_.rope_tile(x, cos, cos + rotated / 2 * kTileRows, factor, rotated);
+  const auto norm_rope = [&](float *x, const Norm &norm, float factor, float more) {  // more: of rotated channels
+    if (norm && !l.whole_qk_norm) norm_tile(ops_, norm, x, D, x);
+    if (rotated) ops_.rope_tile(x, cos, cos + rotated / 2 * kTileRows, factor * more, rotated);
     if (rotated < D && factor != 1.0f) ops_.scale(x + rotated * kTileRows, factor, (D - rotated) * kTileRows);
   };
   static thread_local Buffer scratch;
@@ -260,10 +315,14 @@ void Prefill::place(const LayerWeights &l, int layer, int tile) {
     ops_.rows_of_tile(x, count, D, floats_of(scratch), D);
     for (int i = 0; i < count; ++i) where.write(ops_, kind, at + i, floats_of(scratch) + size_t(i) * D, true, nullptr);
   };
-  for (int h = 0; h < H; ++h) norm_rope(q + h * head, l.q_norm, l.scale);
+  if (l.whole_qk_norm) {
+    norm_tile(ops_, l.q_norm, q, H * D, q);
+    norm_tile(ops_, l.k_norm, k, Hkv * D, k);
+  }
+  for (int h = 0; h < H; ++h) norm_rope(q + h * head, l.q_norm, l.scale, l.rotated_scale);
   if (cache_->rotates(layer, 0)) hadamard_tile(q, H, count);
   for (int h = 0; h < Hkv; ++h) {
-    norm_rope(k + h * head, l.k_norm, 1.0f);
+    norm_rope(k + h * head, l.k_norm, 1.0f, 1.0f);
     if (cache_->paged()) {
       into_pages(h, 0, k + h * head), into_pages(h, 1, v + h * head);
       continue;
@@ -296,6 +355,7 @@ void Prefill::attend(const LayerWeights &l, int layer, int tile, int tiles, int 
   static thread_local Buffer scratch;  // of the thread that runs this
   scratch.grow(ops_.attend_block_scratch(G, D) * sizeof(float));
   AttendBlock a{};
+  a.softcap = l.softcap, a.sinks = l.sinks ? l.sinks + kv * G : nullptr;
   a.type = cache_->type, a.D = D, a.heads = G, a.window = l.window;
   a.position = tiles_[tile].position(), a.count = end.position() + end.count - a.position;
   a.pitch = q_.pitch, a.q = q_.tile(tile) + head, a.out = attended_.tile(tile) + head;
@@ -319,174 +379,30 @@ void Prefill::attend(const LayerWeights &l, int layer, int tile, int tiles, int 
 
 // The head of all tokens of the pass, or of the last token of each tile, as rows.
 void Prefill::finish(bool all, float *logits) {
-  const int width = model_.width, M = all ? rows() : tiles();
+  const int width = model_.words(), M = all ? rows() : tiles();
   const Matrix &head = model_.head;
+  if (model_.project_out.N) project_out();
   logits += size_t(tiles_.front().logits) * head.N;
   operand_.rows.grow(size_t(M) * width * sizeof(float));
   for_each(tiles(), [&](int t) {
     const Tile &tile = tiles_[t];
     const float *x = stream_.tile(t);
-    if (model_.norm) norm_tile(ops_, model_.norm, x, width, normed_.tile(t)), x = normed_.tile(t);
+    if (model_.project_out.N)
+      x = branch_.tile(t);
+    else if (model_.norm)
+      norm_tile(ops_, model_.norm, x, width, normed_.tile(t)), x = normed_.tile(t);
     if (all) return ops_.rows_of_tile(x, tile.count, width, floats_of(operand_.rows) + size_t(tile.row) * width, width);
     float *const row = floats_of(operand_.rows) + size_t(t) * width;
     for (int i = 0; i < width; ++i) row[i] = x[i * kTileRows + tile.count - 1];
   });
   multiply_rows(head, M, all && by_tiles(head), logits);
-  if (head.bias) for_each(M, [&](int m) { ops_.add(logits + size_t(m) * head.N, head.bias, head.N); });
+  if (head.bias || model_.logit_scale != 1 || model_.softcap > 0)
+    for_each(M, [&](int m) {
+      float *const row = logits + size_t(m) * head.N;
+      if (head.bias) ops_.add(row, head.bias, head.N);
+      finish_logits(ops_, model_, row, head.N);
+    });
   done(Head);
-}
-
-bool Prefill::by_tiles(const Matrix &m) const { return m.coded && gemm_of(*m.coded, model_.precision); }
-
-bool Prefill::packs_alike(const Weight &a, const Weight &b) const {
-  const Gemm &gemm = *a.isa->gemm;
-  const bool mixed = a.stream == Stream::Mixed;
-  if (mixed != (b.stream == Stream::Mixed) || (mixed && !a.mixed->same_inputs(*b.mixed))) return false;
-  return a.isa == b.isa && a.partition == b.partition &&
-         gemm.tiles(a, model_.precision) == gemm.tiles(b, model_.precision);
-}
-
-// Announce x [rows, K] for the products of `group`: afterwards `pack` is called for each tile, then `multiply`.
-void Prefill::expect(Tiles x, int K, std::initializer_list<const Matrix *> group) {
-  Operand &o = operand_;
-  o.x = x, o.K = K, o.ways = 0, o.as_rows = false;
-  for (const Matrix *m : group) {
-    if (!by_tiles(*m)) {
-      o.as_rows = true;
-      continue;
-    }
-    const auto end = o.packed.begin() + o.ways;
-    if (std::any_of(o.packed.begin(), end, [&](const auto &p) { return packs_alike(*p.first, *m->coded); })) continue;
-    if (o.ways == int(o.packed.size())) o.packed.emplace_back();
-    auto &[weight, buffer] = o.packed[o.ways++];
-    weight = m->coded;
-    buffer.grow(weight->isa->gemm->pack_bytes(*weight, tiles() * kTileRows, model_.precision));
-  }
-  if (o.as_rows) o.rows.grow(size_t(rows()) * K * sizeof(float));
-}
-
-// A tile of x, while it is in L1.
-void Prefill::pack(int tile) {
-  Operand &o = operand_;
-  for (int i = 0; i < o.ways; ++i) {
-    auto &[weight, buffer] = o.packed[i];
-    const Gemm &gemm = *weight->isa->gemm;
-    gemm.pack_tile(*weight, o.x.tile(tile), model_.precision,
-                   buffer.data() + tile * gemm.pack_bytes(*weight, kTileRows, model_.precision));
-  }
-  const Tile &t = tiles_[tile];
-  if (o.as_rows) ops_.rows_of_tile(o.x.tile(tile), t.count, o.K, floats_of(o.rows) + size_t(t.row) * o.K, o.K);
-}
-
-// y = x W^T, or y += x W^T, without bias.
-void Prefill::multiply(std::initializer_list<Product> products, bool add) {
-  const Operand &o = operand_;
-  if (o.as_rows) multiply_by_rows(products, add);
-  items_.clear();
-  int blocks = 0;
-  for (const Product &p : products)
-    if (by_tiles(*p.m)) blocks += p.m->coded->blocks;
-  const int step = blocks_of_item(blocks);
-  for (const Product &p : products) {
-    const Matrix &m = *p.m;
-    if (!by_tiles(m)) continue;
-    const auto way = std::find_if(o.packed.begin(), o.packed.begin() + o.ways,
-                                  [&](const auto &w) { return packs_alike(*w.first, *m.coded); });
-    for (int b = 0; b < m.coded->blocks; b += step)
-      items_.push_back({&p, way->second.data(), b, std::min(m.coded->blocks, b + step)});
-  }
-  if (items_.empty()) return;
-  for_each(int(items_.size()), [&](int i) {
-    const auto &[product, packed, from, to] = items_[i];
-    const Weight &w = *product->m->coded;
-    w.isa->gemm->run_tiles(w, packed, tiles(), model_.precision, product->y.data, product->y.pitch, add, from, to);
-  });
-}
-
-// The products that are not by tiles. Coded ones that take the same integers share them, and are spread over the pool
-// by blocks and rows: small matrices have fewer blocks than would keep all threads busy.
-void Prefill::multiply_by_rows(std::initializer_list<Product> products, bool add) {
-  const int M = rows();
-  size_t room = 0;
-  for (const Product &p : products)
-    if (!by_tiles(*p.m)) room += size_t(M) * p.m->N;
-  product_rows_.grow(room * sizeof(float));
-  encode_operand(products);
-  row_items_.clear();
-  float *y = floats_of(product_rows_);
-  for (const Product &p : products) {
-    if (by_tiles(*p.m)) continue;
-    const int N = p.m->N;
-    if (!p.m->coded)
-      multiply_rows(*p.m, M, false, y);
-    else
-      add_row_items(p, y);
-    y += size_t(M) * N;
-  }
-  for_each(int(row_items_.size()), [&](int i) {
-    const RowItem &item = row_items_[i];
-    const Weight &w = *item.product->m->coded;
-    matmul_rows(w, *item.x, item.y, w.N, item.from * w.R, std::min(w.N, item.to * w.R));
-  });
-  y = floats_of(product_rows_);
-  for (const Product &p : products) {
-    if (by_tiles(*p.m)) continue;
-    const int N = p.m->N;
-    for_each(tiles(),
-             [&](int t) { ops_.tile_of_rows(y + size_t(tiles_[t].row) * N, N, tiles_[t].count, N, add, p.y.tile(t)); });
-    y += size_t(M) * N;
-  }
-}
-
-void Prefill::add_row_items(const Product &p, float *y) {
-  const Weight &w = *p.m->coded;
-  const Encoded &x = *std::find_if(operand_.encoded.begin(), operand_.encoded.begin() + operand_.encodings,
-                                   [&](const Encoded &e) { return e.chunks.front().fits(w); });
-  const int at_once = rows_at_once(w), step = std::min(w.blocks, kBlocksOfItem);
-  for (int c = 0; c * at_once < rows(); ++c)
-    for (int b = 0; b < w.blocks; b += step)
-      row_items_.push_back({&p, &x.chunks[c], y + size_t(c) * at_once * w.N, b, std::min(w.blocks, b + step)});
-}
-
-// Encode the operand's rows once for all coded products that take the same integers.
-void Prefill::encode_operand(std::initializer_list<Product> products) {
-  Operand &o = operand_;
-  const int M = rows();
-  o.encodings = 0;
-  std::vector<std::pair<int, int>> items;  // encoding, chunk
-  for (const Product &p : products) {
-    if (by_tiles(*p.m) || !p.m->coded) continue;
-    const Weight &w = *p.m->coded;
-    const auto end = o.encoded.begin() + o.encodings;
-    if (std::any_of(o.encoded.begin(), end, [&](const Encoded &e) { return e.chunks.front().fits(w); })) continue;
-    if (o.encodings == int(o.encoded.size())) o.encoded.emplace_back();
-    Encoded &e = o.encoded[o.encodings];
-    e.weight = &w;
-    const int at_once = rows_at_once(w), chunks = (M + at_once - 1) / at_once;
-    if (int(e.chunks.size()) < chunks) e.chunks.resize(chunks);
-    for (int c = 0; c < chunks; ++c) {
-      e.chunks[c].shape(w, std::min(at_once, M - c * at_once), model_.precision);
-      items.emplace_back(o.encodings, c);
-    }
-    ++o.encodings;
-  }
-  for_each(int(items.size()), [&](int i) {
-    Encoded &e = o.encoded[items[i].first];
-    Activations &a = e.chunks[items[i].second];
-    const size_t first = size_t(items[i].second) * rows_at_once(*e.weight);
-    encode_rows(a, *e.weight, floats_of(o.rows) + first * o.K, o.K, 0, a.M);
-  });
-}
-
-// y [M, N] = the operand's rows W^T.
-void Prefill::multiply_rows(const Matrix &m, int M, bool by_tiles, float *y) {
-  const float *const x = floats_of(operand_.rows);
-  if (m.coded) return matmul(x, M, *m.coded, y, model_.precision, by_tiles);
-  for_each((m.N + kOutputsOfItem - 1) / kOutputsOfItem, [&](int i) {
-    const int from = i * kOutputsOfItem, to = std::min(m.N, from + kOutputsOfItem);
-    for (int r = 0; r < M; r += kPlainRows)
-      ops_.dense(m.dense, x + size_t(r) * m.K, m.K, std::min(kPlainRows, M - r), y + size_t(r) * m.N, m.N, from, to);
-  });
 }
 
 }  // namespace crelle::cpu

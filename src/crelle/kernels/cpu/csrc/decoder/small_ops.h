@@ -144,11 +144,24 @@ CRELLE_INLINE void activate_with(F f, float *x, const float *up, int n) {
   if (i < n) store_first(x + i, f(load_first(x + i, n - i)) * load_first(up + i, n - i), n - i);
 }
 
+// g sigmoid(1.702 g) (u + 1), g = min(gate, 7), u = up within -7 and 7; without up, u + 1 is 1. NaN stays NaN.
+inline void swigluoai(float *gate, const float *up, int n) {
+  constexpr float kLimit = 7;
+  for (int i = 0; i < n; i += kLanes) {
+    const int left = n - i < kLanes ? n - i : kLanes;
+    const Vec x = load_first(gate + i, left), y = up ? load_first(up + i, left) : Vec{};
+    const Vec g = x > kLimit ? all(kLimit) : x, most = y > kLimit ? all(kLimit) : y;
+    const Vec u = most < -kLimit ? all(-kLimit) : most;
+    store_first(gate + i, g / (1.0f + exp_of(-1.702f * g)) * (u + 1.0f), left);
+  }
+}
+
 // x = f(x) * up, or f(x) where there is no up.
 inline void activate(Activation kind, float *x, const float *up, int n) {
   if (kind == Activation::Silu) return activate_with(Silu{}, x, up, n);
   if (kind == Activation::Gelu) return activate_with(Gelu{}, x, up, n);
   if (kind == Activation::GeluTanh) return activate_with(GeluTanh{}, x, up, n);
+  if (kind == Activation::SwigluOai) return swigluoai(x, up, n);
   activate_with(Relu{}, x, up, n);
 }
 
@@ -156,6 +169,24 @@ inline void add(float *x, const float *y, int n) {
   int i = 0;
   for (; i + kPartLanes <= n; i += kPartLanes) store_part(x + i, load_part(x + i) + load_part(y + i));
   for (; i < n; ++i) x[i] += y[i];
+}
+
+inline void add_scaled(float *x, const float *y, float factor, int n) {
+  int i = 0;
+  for (; i + kPartLanes <= n; i += kPartLanes) store_part(x + i, load_part(x + i) + load_part(y + i) * factor);
+  for (; i < n; ++i) x[i] += y[i] * factor;
+}
+
+// softcap tanh(x / softcap), by tanh u = 1 - 2 / (1 + e^2u). What is not finite stays as it is.
+CRELLE_INLINE Vec cap_of(Vec x, float softcap) {
+  const Vec y = softcap - 2.0f * softcap / (1.0f + exp_of(x * (2.0f / softcap)));
+  return x - x == 0.0f ? y : x;
+}
+
+inline void cap(float *x, float softcap, int n) {
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(x + i, cap_of(load(x + i), softcap));
+  if (i < n) store_first(x + i, cap_of(load_first(x + i, n - i), softcap), n - i);
 }
 
 inline void scale(float *x, float factor, int n) {

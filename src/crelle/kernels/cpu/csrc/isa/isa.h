@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "planes/activations.h"
-#include "planes/gemm.h"
+#include "tiles/gemm.h"
 #include "planes/weight.h"
 
 namespace crelle::cpu {

@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "planes/gemm.h"
+#include "tiles/gemm.h"
 #include "isa/isa.h"
 #include "base/prefetch.h"
 
@@ -71,8 +71,8 @@ CRELLE_INLINE void store_sums(Sums *y0, Sums *y1) {
 
 #include "planes/unpack_codes.h"
 #include "planes/dequant_bf16.h"
-#include "planes/bf16_tiles.h"
-#include "planes/int8_tiles.h"
+#include "tiles/bf16_tiles.h"
+#include "tiles/int8_tiles.h"
 #include "planes/amx_codes.h"
 #include "integer/integer_amx.h"
 

@@ -20,7 +20,8 @@ namespace avx2 {
 #include "integer/integer_encode.h"
 #include "integer/integer_kernel.h"
 #include "integer/integer_avx2.h"
-#include "planes/field_codes_avx2.h"
+#define CRELLE_FIELD_BITS 256
+#include "planes/field_codes_x86.h"
 #include "planes/field_codes.h"
 #include "base/read_bandwidth.h"
 

@@ -20,7 +20,8 @@ namespace avx512 {
 #include "integer/integer_encode.h"
 #include "integer/integer_kernel.h"
 #include "integer/integer_avx512.h"
-#include "planes/field_codes_avx512.h"
+#define CRELLE_FIELD_BITS 512
+#include "planes/field_codes_x86.h"
 #include "planes/field_codes.h"
 #include "base/read_bandwidth.h"
 

@@ -21,7 +21,8 @@ namespace avx512vnni {
 #include "integer/integer_encode.h"
 #include "integer/integer_kernel.h"
 #include "integer/integer_avx512.h"
-#include "planes/field_codes_avx512.h"
+#define CRELLE_FIELD_BITS 512
+#include "planes/field_codes_x86.h"
 #include "planes/field_codes.h"
 
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {

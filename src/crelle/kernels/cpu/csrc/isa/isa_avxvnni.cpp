@@ -14,7 +14,8 @@ namespace {
 namespace avxvnni {
 
 #include "planes/encode.h"
-#include "planes/field_codes_avx2.h"
+#define CRELLE_FIELD_BITS 256
+#include "planes/field_codes_x86.h"
 #include "planes/field_codes.h"
 
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {

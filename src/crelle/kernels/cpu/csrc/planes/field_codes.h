@@ -1,9 +1,8 @@
 // Uniform and affine grids of 1 to 8 bits by dot products of bytes, four inputs of some outputs at a time: see
 // Stream::Fields. FieldV is the instruction set:
 //
-//   field_codes_neon.h      sdot                    4 outputs to a vector
-//   field_codes_avx2.h      vpmaddubsw, vpdpbusd    8
-//   field_codes_avx512.h    vpmaddubsw, vpdpbusd    16
+//   field_codes_neon.h   sdot                    4 outputs to a vector
+//   field_codes_x86.h    vpmaddubsw, vpdpbusd    8 or 16
 //
 // A vector of codes holds inputs 4 u ... 4 u + 3 of the chunk for kLanes outputs; a block has four such vectors. One
 // instruction multiplies it by four integers of x. With x in two bytes (Precision::Exact) that takes two instructions.

@@ -14,7 +14,7 @@ namespace {
 namespace avx2 {
 
 #include "base/simd.h"
-#include "planes/f32_tiles.h"
+#include "tiles/f32_tiles.h"
 
 // Look-ups take as long for each plane and byte of x.
 bool takes(const Weight &w, Precision p) {

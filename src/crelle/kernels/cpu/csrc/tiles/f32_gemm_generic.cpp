@@ -16,7 +16,7 @@ namespace {
 namespace generic {
 
 #include "base/simd.h"
-#include "planes/f32_tiles.h"
+#include "tiles/f32_tiles.h"
 
 // Look-ups take as long for each plane and byte of x. The limit is an estimate for NEON.
 bool takes(const Weight &w, Precision p) {

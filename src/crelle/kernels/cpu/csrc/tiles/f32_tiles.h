@@ -409,7 +409,7 @@ inline void f32_run_blocks(const Weight &w, const uint8_t *packed, int tiles, fl
     const MixedLayout &l = *w.mixed;
     scratch.grow(l.order.size() * sizeof(int32_t) + 64);
     auto *const place = reinterpret_cast<int32_t *>(scratch.data());
-    // Words of 4 bits begin behind the last unit.
+    // Words of 4 bits begin after the last unit.
     for (int i = 0; i < l.C2 + l.C4; ++i) place[l.order[i]] = i < l.C2 ? i : i - l.C2 + l.words2 * kWord / l.G;
     const auto fill = [](MixedWalk &walk, int b, int count, Panel &panel) { return walk.fill(b, count, panel); };
     return f32_blocks(w, MixedWalk{w, place, outliers}, x, tiles, y, pitch, add, b0, b1, fill);
