@@ -29,6 +29,10 @@ SPECIAL = {
         "stats_amx.cpp": AMX,
         "bf16_gemm_amx.cpp": AMX,
         "bf16_attention_amx.cpp": AMX,
+        "i16_gemm_avx2.cpp": AVX2,
+        "i16_gemm_avxvnni.cpp": AVX2 | {"-mavxvnni"},
+        "i16_gemm_avx512.cpp": AVX512,
+        "i16_gemm_avx512vnni.cpp": AVX512 | {"-mavx512vnni"},
     },
     "arm64": {"isa_dotprod.cpp": {"-march=armv8.2-a+dotprod"}},  # macOS's name for aarch64
 }
