@@ -166,6 +166,8 @@ def test_a_layer_that_cannot_be_replaced_leaves_the_model_as_it_was(tmp_path: Pa
 
 def test_refusals(tmp_path: Path) -> None:
     model = load(write_model("llama", tmp_path / "m"))
+    with pytest.raises(SchemeError, match="use guidance=0"):
+        quantize(model, "gptq:bits=3,group=32,guidance=0.5", BATCHES)
     for scheme in ("awq:bits=4,group=32", "auto:bits=3.5", "mixed:four=0.25,tune=short"):
         with pytest.raises(SchemeError, match="use `crelle quantize` for families"):
             quantize(model, scheme, BATCHES)

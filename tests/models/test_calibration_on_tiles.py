@@ -31,6 +31,7 @@ if cpu.available() is not None:
 @pytest.fixture(autouse=True)
 def amx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.delenv("CRELLE_ISA", raising=False)
     monkeypatch.setattr(layer_api, "usable", lambda device: device.type == "cpu")
     monkeypatch.setattr(layer_api, "PackedWeight", partial(layer_api.PackedWeight, emulate=True))
     monkeypatch.setattr(bf16_attention, "causal_attention", partial(bf16_attention.causal_attention, emulate=True))

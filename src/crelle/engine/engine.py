@@ -156,7 +156,7 @@ class Engine:
             return default_speculation(batch_invariant=invariant, draft=self.llm.draft is not None)
         wanted = Speculation.parse(given)
         if wanted.method == "draft" and self.llm.draft is None:
-            raise SchemeError("speculation by a draft model needs one: --draft DIR, or LLM.load(draft=...)")
+            raise SchemeError("speculation by a draft model needs one: use `draft=DIR`")
         if wanted.method != "off" and not invariant:
             return wanted, "as requested; without --exact, tokens may differ as they do from batch to batch"
         return wanted, "as requested"

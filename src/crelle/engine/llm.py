@@ -91,7 +91,7 @@ class LLM(LoadedModel):
         if draft is not None:
             llm.draft = load_draft(llm, draft)
         if wanted is not None and wanted.method == "draft" and llm.draft is None:
-            raise SchemeError("speculation by a draft model needs one: --draft DIR, or LLM.load(draft=...)")
+            raise SchemeError("speculation by a draft model needs one: use `draft=DIR`")
         return llm
 
     def __repr__(self) -> str:

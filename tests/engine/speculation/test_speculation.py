@@ -253,7 +253,7 @@ def test_what_cannot_guess_is_refused_with_a_sentence(nested: LLM, tiny_model: P
     for bits in (1, 4, "7"):
         with pytest.raises(SchemeError, match=f"a draft of {bits} bits needs a nested checkpoint"):
             LLM.load(nested.weights.path, device="cpu", draft=bits)
-    with pytest.raises(SchemeError, match="needs one: --draft"):
+    with pytest.raises(SchemeError, match="needs one: use `draft=DIR`"):
         LLM.load(tiny_model, device="cpu", speculate="draft")
     other = write_tiny_model(tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())

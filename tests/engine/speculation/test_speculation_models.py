@@ -7,7 +7,8 @@ import pytest
 from crelle import LLM, Sampling, quantize
 from crelle.engine.engine import Engine
 
-PROMPTS = {"stories15M": 500, "smollm2": 60}
+PROMPTS = {"stories15M": 300, "smollm2": 60}
+TOKENS = 32
 TEXT = {"stories15M": "tinystories-test.txt", "smollm2": "wikitext2-test.txt"}
 
 
@@ -24,7 +25,7 @@ def test_greedy_answers_are_equal(data: Path, smollm2_file: Path, tmp_path: Path
     found = []
     for mode in ("off", how):
         engine = Engine(llm, pages=400, max_batch=4, speculate=mode)
-        handles = [engine.add(prompt, Sampling(max_tokens=48)) for prompt in prompts]
+        handles = [engine.add(prompt, Sampling(max_tokens=TOKENS)) for prompt in prompts]
         engine.run()
         found.append([handle.outputs[0].completion.tokens for handle in handles])
         assert engine.stats.failed == 0

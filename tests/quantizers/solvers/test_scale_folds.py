@@ -7,6 +7,7 @@ import torch
 
 from crelle.formats.activations import ActivationSpec
 from crelle.formats.storage.open import open_weights
+from crelle.kernels.cpu import i16_gemm
 from crelle.models.calibration_model import open_model
 from crelle.quantizers.calibration.calibrate import Calibrator
 from crelle.quantizers.calibration.scale_folds import rotate_values, signs
@@ -15,8 +16,9 @@ from crelle.quantizers.schemes.atom import Atom
 
 @pytest.fixture(autouse=True)
 def in_f32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With AMX, calibration multiplies in bf16, which hides whether two layers compute the same."""
+    """Products of bf16 (AMX) or of 16-bit integers would hide whether two layers compute the same."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(i16_gemm, "usable", lambda device: False)
 
 
 def test_large_values_are_negative_where_codes_reach_farther() -> None:

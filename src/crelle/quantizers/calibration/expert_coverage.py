@@ -59,7 +59,8 @@ def count_tokens(
 ) -> Tensor:
     """Return how many tokens of each of the sequences [S, T] each expert of each layer takes: int64 [experts, S]."""
     T, parts = tokens.shape[1], torch.split(tokens, batch)
-    states = [model.embed(part.to(device)).cpu() for part in parts]
+    kept = torch.bfloat16 if device.type == "cuda" else torch.float32  # as calibration keeps hidden states
+    states = [model.embed(part.to(device)).cpu().to(kept) for part in parts]
     model.drop_tables()
     counts: list[Tensor] = []
     for i in range(model.layers):
@@ -73,7 +74,7 @@ def count_tokens(
             linear.watch = partial(_note, here, linear)
         for j, x in enumerate(states):
             with half_products(device):
-                states[j] = block(x.to(device)).cpu()
+                states[j] = block(x.to(device, torch.float32)).cpu().to(kept)
             for expert, rows in here.items():
                 taken.setdefault(expert, []).append(torch.bincount(rows // T, minlength=len(x)).cpu())
         counts += [torch.cat(each) for each in taken.values()]
