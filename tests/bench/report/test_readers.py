@@ -39,6 +39,7 @@ LEFT_OUT = {
     "cpu-alpha-tuning.json",
     "cpu-experts-decode.json",
     "cpu-logits-neon.json",
+    "cpu-quantize-without-amx.json",
     "cpu-logits-x86.json",
     "cpu-neon-before-after.json",
     "cpu-rows-f32-tiles.json",
