@@ -23,7 +23,7 @@ from crelle.quantizers.pipeline import quantize
 RECIPE = {"scheme": "some", "source": "here"}
 FIRST, SECOND = "crelle-00001-of-00002.safetensors", "crelle-00002-of-00002.safetensors"
 SCHEME = "rtn:bits=4,group=8"
-EARLIER = Path(__file__).with_name("earlier_checkpoint")
+EARLIER = Path(__file__).parents[1] / "earlier_checkpoint"
 
 
 def write(out: Path, scheme: str = "fp16", **options: Any) -> Path:
