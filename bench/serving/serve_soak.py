@@ -41,7 +41,7 @@ import aiohttp
 
 from crelle import LLM, Sampling, quantize
 from crelle.bench.environment import environment
-from crelle.engine.memory import plan
+from crelle.engine.memory.plan import plan
 from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.formats.storage.open import open_weights
 

@@ -17,7 +17,7 @@ from crelle.bench.load.trace import TraceRequest
 from crelle.bench.model_shapes import SHAPES
 from crelle.engine.compile_ahead import prompt_sizes
 from crelle.engine.engine import Engine
-from crelle.engine.memory import parse_bytes, plan
+from crelle.engine.memory.plan import parse_bytes, plan
 from crelle.errors import CapacityError, NumericsError, SchemeError, UnsupportedError
 from crelle.formats.kv.pages import KVFormat, KVPages
 

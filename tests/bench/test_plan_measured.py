@@ -11,7 +11,7 @@ from crelle.bench.planner.plan import plan
 from crelle.bench.planner.plan_shapes import planned_shape
 from crelle.bench.planner.step_fit import Measured, fit, measured_steps
 from crelle.bench.planner.step_model import CONSTANTS, milliseconds
-from crelle.engine.memory import prefill_graph_bytes, working_bytes_of
+from crelle.engine.memory.plan import prefill_graph_bytes, working_bytes_of
 from crelle.formats.kv.pages import KVFormat
 from crelle.quantizers.scheme import parse
 

@@ -166,7 +166,7 @@ def _show(found: "Plan", vllm: dict[str, Any], enough: int | None) -> None:
     from rich.table import Table
 
     from crelle.bench.planner.plan import memory_by_part, sequences
-    from crelle.engine.memory import show_bytes
+    from crelle.engine.memory.plan import show_bytes
 
     def say(text: str) -> None:
         out.print(text, highlight=False, soft_wrap=True, markup=False)

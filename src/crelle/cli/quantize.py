@@ -165,7 +165,7 @@ def run(
     `--resume` continues an interrupted run and produces the same bytes. A scheme that trains writes its losses to
     OUT/training.json and plots them in OUT/training.png.
     """
-    from crelle.engine.memory import parse_bytes
+    from crelle.engine.memory.plan import parse_bytes
     from crelle.eval.text import read_text
     from crelle.formats.storage.destination import destination, refuse_existing, refuse_overlap
     from crelle.formats.storage.open import open_weights

@@ -112,7 +112,7 @@ def run(
 
     `crelle search model.gguf --max-perplexity 12.5 --text wiki.txt --out found`
     """
-    from crelle.engine.memory import parse_bytes
+    from crelle.engine.memory.plan import parse_bytes
     from crelle.formats.storage.destination import destination, refuse_other_files, refuse_overlap
     from crelle.quantizers.search.plan_file import write_plan
 

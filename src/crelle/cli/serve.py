@@ -116,7 +116,7 @@ def run(
     """
     from crelle.engine.async_engine import AsyncEngine
     from crelle.engine.engine import Engine
-    from crelle.engine.memory import parse_bytes
+    from crelle.engine.memory.plan import parse_bytes
     from crelle.errors import UnsupportedError
 
     try:
@@ -198,7 +198,7 @@ def _facts(server: "Server") -> dict[str, Any]:
 
 
 def _banner(server: "Server", facts: dict[str, Any]) -> list[str]:
-    from crelle.engine.memory import show_bytes
+    from crelle.engine.memory.plan import show_bytes
     from crelle.version import __version__
 
     state = server.state

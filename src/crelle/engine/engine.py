@@ -42,9 +42,9 @@ from crelle.engine.admission import MAX_LOGPROBS, require_possible
 from crelle.engine.block_manager import BlockManager
 from crelle.engine.handle import Handle
 from crelle.engine.loaded_model import LoadedModel, Prompt
-from crelle.engine.machine_memory import out_of_memory
-from crelle.engine.memory import show_bytes
-from crelle.engine.memory_defaults import choose_plan
+from crelle.engine.memory.defaults import choose_plan
+from crelle.engine.memory.machine import out_of_memory
+from crelle.engine.memory.plan import show_bytes
 from crelle.engine.model_runner import ModelRunner
 from crelle.engine.output import OnEvent, OutputState, PromptLogprobs, QueueFullError
 from crelle.engine.sampling.grammar import GrammarSpec
@@ -94,7 +94,7 @@ class Engine:
 
         kv: how it stores keys and values; default: as the LLM was loaded.
         memory: a budget like 24GB for weights, working space and cache; or pages: of the cache. Default: what fits the
-            machine (memory_defaults).  max_pages: to which the cache grows where `pages` do not suffice.
+            machine (memory.defaults).  max_pages: to which the cache grows where `pages` do not suffice.
         max_batch: sequences that run at once.  budget: tokens of a step. Defaults: what fits the memory; with `pages`
             32 and 512.  watermark: see Scheduler.  sharing: see BlockManager.
         queue_limit: sequences that may wait; one more is refused.

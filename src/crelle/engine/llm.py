@@ -17,8 +17,8 @@ from weakref import proxy
 
 from crelle.engine.engine import Engine
 from crelle.engine.loaded_model import LoadedModel, Prompt
-from crelle.engine.memory import page_bytes
-from crelle.engine.memory_defaults import most_pages
+from crelle.engine.memory.defaults import most_pages
+from crelle.engine.memory.plan import page_bytes
 from crelle.engine.offline import generate_all
 from crelle.engine.output import Completion, StreamChunk
 from crelle.engine.sampling.sampler import Sampling, sampling_of

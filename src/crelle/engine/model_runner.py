@@ -19,7 +19,7 @@ from torch import Tensor
 
 from crelle.engine.block_manager import Copy
 from crelle.engine.loaded_model import LoadedModel
-from crelle.engine.memory import kv_heads
+from crelle.engine.memory.plan import kv_heads
 from crelle.engine.scheduler import UNKNOWN, Step
 from crelle.engine.sequence import Sequence
 from crelle.formats.kv.pages import KVFormat, KVPages

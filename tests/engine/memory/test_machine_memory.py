@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from crelle.engine.machine_memory import FreeMemory, free_memory, free_on_host, out_of_memory
+from crelle.engine.memory.machine import FreeMemory, free_memory, free_on_host, out_of_memory
 
 GIB = 1 << 30
 MACHINE = {"proc/meminfo": f"MemTotal: {32 << 20} kB\nMemAvailable: {20 << 20} kB\nSwapFree: 0 kB\n"}

@@ -7,7 +7,7 @@ from conftest import quantized_copy
 
 from crelle import LLM
 from crelle.engine.engine import Engine
-from crelle.engine.memory import MemoryPlan, page_bytes, parse_bytes, plan, show_bytes, weight_bytes
+from crelle.engine.memory.plan import MemoryPlan, page_bytes, parse_bytes, plan, show_bytes, weight_bytes
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv.pages import KVFormat
 from crelle.models.loader import load

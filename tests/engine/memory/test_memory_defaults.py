@@ -9,11 +9,11 @@ from conftest import write_tiny_model
 
 from crelle import LLM, Sampling
 from crelle.bench.model_shapes import config_of
-from crelle.engine import memory_defaults
 from crelle.engine.engine import Engine
-from crelle.engine.machine_memory import FreeMemory
-from crelle.engine.memory import MemoryPlan
-from crelle.engine.memory_defaults import choose_plan
+from crelle.engine.memory import defaults
+from crelle.engine.memory.defaults import choose_plan
+from crelle.engine.memory.machine import FreeMemory
+from crelle.engine.memory.plan import MemoryPlan
 from crelle.engine.offline import generate_all
 from crelle.errors import CapacityError
 from crelle.formats.kv.pages import KVFormat
@@ -156,7 +156,7 @@ def test_a_list_of_prompts_gets_the_pages_it_needs() -> None:
 
 
 def fake_free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(memory_defaults, "free_memory", lambda device: FreeMemory(size, "on this machine"))
+    monkeypatch.setattr(defaults, "free_memory", lambda device: FreeMemory(size, "on this machine"))
 
 
 @pytest.fixture(scope="module")

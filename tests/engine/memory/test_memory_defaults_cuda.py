@@ -10,7 +10,7 @@ from crelle import LLM, Sampling
 from crelle.bench.load.model_sources import NoTokenizer
 from crelle.bench.model_shapes import RandomWeights, llama_config
 from crelle.engine.engine import Engine
-from crelle.engine.machine_memory import free_memory
+from crelle.engine.memory.machine import free_memory
 from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.models.loader import build
 

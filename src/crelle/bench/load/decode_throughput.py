@@ -19,7 +19,7 @@ from crelle.bench.load.engine_load import check, device_name, warm_up
 from crelle.bench.load.trace import Prompts
 from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
-from crelle.engine.memory import plan
+from crelle.engine.memory.plan import plan
 from crelle.engine.sampling.sampler import Sampling
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.formats.kv.pages import KVFormat, KVPages, quantize

@@ -2,7 +2,7 @@
 
     plan(planned_shape("llama3-70b"), parse("bcq:bits=3,group=128"), KVFormat.parse(4), gpus=1, memory="80GB")
 
-Bytes are counted as the formats store them and as the engine shares out memory (crelle.engine.memory). Time is an
+Bytes are counted as the formats store them and as the engine shares out memory (crelle.engine.memory.plan). Time is an
 estimate (crelle.bench.planner.step_model). On more than one GPU matrices and heads are shared out (tensor parallel) as
 far as heads can be divided and a node goes, layers beyond that (pipeline parallel); Crelle's own engine runs on one,
 vLLM on many. What GPUs tell each other is assumed, not measured.
@@ -17,7 +17,7 @@ from crelle.bench.load.decode_throughput import BUDGET
 from crelle.bench.planner.cost import Cost, CostModel
 from crelle.bench.planner.plan_shapes import PlannedShape
 from crelle.bench.planner.step_model import BANDWIDTH, Product, StepWork, bucket, kind_of, milliseconds
-from crelle.engine.memory import page_bytes_of, parse_bytes, show_bytes, working_bytes_of
+from crelle.engine.memory.plan import page_bytes_of, parse_bytes, show_bytes, working_bytes_of
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv.pages import KVFormat
 from crelle.kernels.cuda.step.graph_inputs import BUCKETS

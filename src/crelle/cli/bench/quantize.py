@@ -44,7 +44,7 @@ def run(
     """
     from crelle.bench.environment import write_result
     from crelle.bench.quantize import bench_quantize
-    from crelle.engine.memory import parse_bytes
+    from crelle.engine.memory.plan import parse_bytes
 
     use_threads(threads)
     budget = None if memory is None else parse_bytes(memory)

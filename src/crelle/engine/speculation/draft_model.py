@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from crelle.engine.block_manager import Copy
-from crelle.engine.memory import draft_kv, kv_heads
+from crelle.engine.memory.plan import draft_kv, kv_heads
 from crelle.engine.sampling.sampler import likeliest
 from crelle.engine.sequence import Sequence
 from crelle.engine.speculation.settings import MOST

@@ -63,7 +63,7 @@ void Decoder::Work::encode_groups(const LayerWeights &l, const float *x, size_t 
     const auto [expert, first, count] = routing.groups[g];
     if (first < from || first >= to) continue;
     const FeedForward &f = l.experts.each[expert];
-    const float *rows = x + first * ldx;
+    const float *rows = down ? x + first * ldx : nullptr;
     if (!down) {
       float *const gathered = floats_of(d.gathered_) + first * ld;
       for (int i = 0; i < count; ++i)

@@ -9,7 +9,7 @@ working space   the activations of one step: its residual stream, the widest lay
                 cuBLAS and split-K
 pages           the rest: keys and values of all layers, scales and zeros counted
 
-What a budget is where none was given: crelle.engine.memory_defaults.
+What a budget is where none was given: crelle.engine.memory.defaults.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""How much memory is free on a device now. crelle.engine.memory_defaults shares it out.
+"""How much memory is free on a device now. crelle.engine.memory.defaults shares it out.
 
 a GPU     what the driver reports as free, and what torch holds of it without using it
 a CPU     MemAvailable of /proc/meminfo, or what a cgroup (a container, a systemd unit) still allows, whichever is

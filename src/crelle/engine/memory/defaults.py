@@ -14,8 +14,8 @@ What is given is taken as it is, unless the machine does not have it: a budget a
 from collections.abc import Sequence
 from dataclasses import replace
 
-from crelle.engine.machine_memory import FreeMemory, free_memory
-from crelle.engine.memory import TYPICAL, MemoryPlan, page_bytes, parse_bytes, plan, show_bytes, weight_bytes
+from crelle.engine.memory.machine import FreeMemory, free_memory
+from crelle.engine.memory.plan import TYPICAL, MemoryPlan, page_bytes, parse_bytes, plan, show_bytes, weight_bytes
 from crelle.errors import CapacityError
 from crelle.formats.kv.pages import KVFormat
 from crelle.kernels.cuda.step.graph_inputs import BUCKETS
