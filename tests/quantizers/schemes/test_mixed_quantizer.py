@@ -151,18 +151,23 @@ def test_training_lowers_the_error_and_stores_what_it_trained() -> None:
 
 
 def test_block_training_keeps_the_choices_and_lowers_the_error(tiny_model: Path, tmp_path: Path) -> None:
-    """tune=short: the same groups at 4 bits and the same outliers, another and a better model."""
-    text = CalibrationData(text="a few words that come again and again " * 60, rows=8, length=48)
+    """tune=short: the same groups at 4 bits and the same outliers, and a model that is better on the text.
+
+    Random groups and much damping leave something to train: a good fit of a random model is at its optimum.
+    """
+    words = "a few words that come again and again " * 60
+    text = CalibrationData(text=words, rows=8, length=48)
+    scheme = "mixed:group=16,four=0.05,outliers=0.002,refine=0,damp=1.0,rank=random,seed=3"
     made = {}
-    for name, more in (("fitted", ""), ("trained", ",tune=short,steps=40")):
-        quantize(tiny_model, tmp_path / name, f"mixed:group=8,four=0.25,outliers=0.01{more}", text=text, device="cpu")
+    for name, more in (("fitted", ""), ("trained", ",tune=short,steps=80")):
+        quantize(tiny_model, tmp_path / name, scheme + more, text=text, device="cpu")
         made[name] = Checkpoint(tmp_path / name)
     module = next(m for m in made["fitted"].specs if "layers.2" in m and "down" in m)
     before, after = made["fitted"].matrix(module), made["trained"].matrix(module)
     assert isinstance(before, MixedTensor)
     assert isinstance(after, MixedTensor)
     assert (before.group_bits.sum(), before.outliers) == (after.group_bits.sum(), after.outliers)
-    ids = torch.arange(90)[None] % 200
+    ids = torch.tensor(LLM.load(tiny_model, device="cpu").tokenizer.encode(words)[:90])[None]
 
     def logits(path: Path) -> Tensor:
         model = LLM.load(path, device="cpu").model
@@ -170,7 +175,7 @@ def test_block_training_keeps_the_choices_and_lowers_the_error(tiny_model: Path,
 
     full, *others = (logits(p) for p in (tiny_model, *(c.path for c in made.values())))
     fitted, trained = ((y - full).square().mean() for y in others)
-    assert trained < fitted
+    assert trained < 0.9 * fitted
 
 
 def test_settings_of_training_are_part_of_the_scheme() -> None:
