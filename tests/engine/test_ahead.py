@@ -85,7 +85,7 @@ def heard(handle: Handle, events: list[Any]) -> list[list[int]]:
     return [[e.token for e in events if e.index == i and e.token is not None] for i in range(handle.request.n)]
 
 
-@patch("crelle.engine.engine.FAILED_STEPS", 10**9)  # faults in a row are part of it
+@patch("crelle.engine.faults.FAILED_STEPS", 10**9)  # faults in a row are part of it
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_traffic_gives_everyone_the_tokens_of_one_alone(nested: LLM, data: st.DataObject) -> None:

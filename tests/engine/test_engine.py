@@ -65,7 +65,7 @@ def test_greedy_tokens_are_those_of_generate(llm: LLM) -> None:
         assert said == (one.text, one.tokens, one.finish_reason, one.prompt_tokens)
 
 
-@patch("crelle.engine.engine.FAILED_STEPS", 10**9)  # faults in a row are part of it
+@patch("crelle.engine.faults.FAILED_STEPS", 10**9)  # faults in a row are part of it
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_traffic_gives_everyone_the_tokens_of_one_alone(llm: LLM, nested: LLM, data: st.DataObject) -> None:

@@ -33,13 +33,14 @@ LLM.generate may work on one LLM at once: a step holds `LLM.lock`.
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from threading import Lock, RLock, Thread, current_thread
+from threading import Lock, RLock, Thread
 from time import perf_counter
 
 from torch import Tensor
 
 from crelle.engine.admission import MAX_LOGPROBS, require_possible
 from crelle.engine.block_manager import BlockManager
+from crelle.engine.faults import OWN_FAULT, Faults
 from crelle.engine.handle import Handle
 from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory.defaults import choose_plan
@@ -54,21 +55,17 @@ from crelle.engine.sampling.verify import SampledToken, Verified, sample_drafts
 from crelle.engine.scheduler import UNKNOWN, Scheduler, Step
 from crelle.engine.sequence import Reason, Request, Sequence
 from crelle.engine.speculation.draft_model import DraftModel
-from crelle.engine.speculation.settings import Speculation, default_speculation
+from crelle.engine.speculation.settings import Speculation, chosen_speculation
 from crelle.engine.speculation.speculator import Speculator
 from crelle.engine.stats import Stats, StepClock
 from crelle.engine.tokenization.tokenizer import Detokenizer
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv.pages import KVFormat
-from crelle.kernels.cuda.context_errors import context_error
 from crelle.kernels.cuda.step.graph_inputs import PendingTokens
 
-__all__ = ["FAILED_STEPS", "MAX_LOGPROBS", "Engine", "Handle", "Stats"]
+__all__ = ["MAX_LOGPROBS", "Engine", "Handle", "Stats"]
 
-FAILED_STEPS = 3  # without a good one between them: the engine stops
 _Ahead = tuple[Step, PendingTokens, float]  # and when it was started
-_Quit = KeyboardInterrupt | SystemExit  # the user wants out: the thread that steps is told
-_OWN_FAULT = "a fault in the engine's own code"
 
 
 class Engine:
@@ -108,7 +105,9 @@ class Engine:
         models = [llm.model] + ([llm.at(bits) for bits in llm.precisions] if several else [])
         limits = {"memory": memory, "pages": pages, "max_batch": max_batch, "budget": budget}
         invariant = llm.model.device.type == "cpu" if batch_invariant is None else batch_invariant
-        wanted, self.speculation_reason = self._speculation(speculate, invariant)
+        wanted, self.speculation_reason = chosen_speculation(
+            llm.speculation if speculate is None else speculate, batch_invariant=invariant, draft=llm.draft is not None
+        )
         draft = llm.draft if wanted.method == "draft" else None
         self.plan = choose_plan(models, self.kv, draft=draft and draft.model, **limits)  # type: ignore[arg-type]
         self.blocks = BlockManager(self.plan.pages, self.kv.page, sharing=sharing, max_pages=max_pages)
@@ -140,26 +139,11 @@ class Engine:
         self._doomed: list[Sequence] = []  # have a verdict that the scheduler does not know yet
         self._done: deque[Sequence] = deque()  # finished, and the last event is due
         self._ahead: _Ahead | None = None  # the step that was started last, where its tokens are not known yet
-        self._strikes = 0  # steps one after the other in which the bookkeeping failed
-        self._failed_steps = 0  # runs of the model that failed since the last good one
-        self._fatal: tuple[BaseException, str] | None = None  # why the engine stops when the step is over
-        self._quit: BaseException | None = None  # to be raised when the step is over
+        self._faults = Faults(lambda: self.thread)
         self._lock, self._stepping = RLock(), Lock()
         counted = ("steps", "run", "sampled", "reused", "preemptions", "finished", "failed", "drafted", "accepted")
         self._counts = dict.fromkeys(counted, 0)
         self._clock = StepClock()
-
-    def _speculation(self, given: Speculation | str | None, invariant: bool) -> tuple[Speculation, str]:
-        """Return how tokens are guessed, and why."""
-        given = self.llm.speculation if given is None else given
-        if given is None:
-            return default_speculation(batch_invariant=invariant, draft=self.llm.draft is not None)
-        wanted = Speculation.parse(given)
-        if wanted.method == "draft" and self.llm.draft is None:
-            raise SchemeError("speculation by a draft model needs one: use `draft=DIR`")
-        if wanted.method != "off" and not invariant:
-            return wanted, "as requested; without --exact, tokens may differ as they do from batch to batch"
-        return wanted, "as requested"
 
     def add(
         self,
@@ -233,7 +217,7 @@ class Engine:
         try:
             return Sampler(sampling, self.llm.model.device, prompt_tokens, end_ids)
         except BaseException as e:
-            if self._is_fatal(e) and self.on_work is not None:
+            if self._faults.is_fatal(e) and self.on_work is not None:
                 self.on_work()  # no step may be due, but the engine must stop
             raise
 
@@ -285,7 +269,7 @@ class Engine:
         """
         with self._stepping:
             worked = self.stopped is None and self._guarded()
-            leave, self._quit = self._quit, None
+            leave, self._faults.quit = self._faults.quit, None
         if leave is not None:
             raise leave
         return worked
@@ -294,7 +278,7 @@ class Engine:
         """Run a step; what is raised here is a fault of the bookkeeping, and does not leave."""
         worked, fault = True, None
         try:
-            worked = self._fatal is None and self._advance()
+            worked = self._faults.fatal is None and self._advance()
         except BaseException as e:
             fault = e
             self._salvage(e)
@@ -303,13 +287,11 @@ class Engine:
         except BaseException as e:
             fault = fault or e
         if fault is None:
-            self._strikes = 0
+            self._faults.strikes = 0
         else:
-            self._strikes += not self._note(fault)
-            if self._strikes > 1:
-                self._fatal = self._fatal or (fault, _OWN_FAULT)
-        if self._fatal is not None and self.stopped is None:
-            self.stop(*self._fatal)
+            self._faults.bookkeeping_failed(fault)
+        if self._faults.fatal is not None and self.stopped is None:
+            self.stop(*self._faults.fatal)
         return worked or bool(self._active)
 
     def _advance(self) -> bool:
@@ -373,7 +355,7 @@ class Engine:
             self._abort(step, e)
             return
         if step:
-            self._failed_steps = 0
+            self._faults.failed_runs = 0
         accepted = {s: len(tokens) - 1 for s, tokens in zip(step.samples, sampled, strict=True) if len(tokens) > 1}
         self._ended(step, accepted, begun)
         with self._lock:
@@ -404,10 +386,10 @@ class Engine:
         try:
             with self.llm.lock:
                 tokens = started.tokens()
-            self._failed_steps = 0
+            self._faults.failed_runs = 0
         except BaseException as e:
             tokens, lost = [UNKNOWN] * len(step.samples), e
-            self._step_failed(e)
+            self._faults.run_failed(e)
         self._ended(step, {}, begun)
         for s, token in zip(step.samples, tokens, strict=True):
             try:
@@ -453,7 +435,7 @@ class Engine:
             return
         state.pending = found.logprob
         if (raised := handle.put(state.push(found.token))) is not None:
-            self._note(raised)
+            self._faults.note(raised)
         if state.text.stopped or (last and state.grammar is not None and state.grammar.finished):
             self._doom(s, "stop")
 
@@ -461,20 +443,14 @@ class Engine:
 
     def _abort(self, step: Step, error: BaseException) -> None:
         """Fail the sequences of a step."""
-        self._step_failed(error)
+        self._faults.run_failed(error)
         with self._lock:
             self.scheduler.abort(step, error)
-
-    def _step_failed(self, error: BaseException) -> None:
-        """Count a run of the model that failed; a device that fails every time is gone."""
-        self._failed_steps += not self._note(error)
-        if self._failed_steps >= FAILED_STEPS and self._fatal is None:
-            self._fatal = error, f"{FAILED_STEPS} consecutive steps failed"
 
     def _doom(self, s: Sequence, reason: Reason, error: BaseException | None = None) -> None:
         """Note that a sequence ends here, for a reason that its ids do not show."""
         if error is not None:
-            self._note(error)
+            self._faults.note(error)
         if (found := self._active.get(s)) is not None and found[1].verdict is None:
             found[1].verdict = reason, error
             self._doomed.append(s)
@@ -487,7 +463,7 @@ class Engine:
                     self.scheduler.finish(s, "stop")  # `_deliver` goes by the verdict
                 self._doomed.remove(s)
             except BaseException as e:
-                self._note(e)
+                self._faults.note(e)
 
     def _hand_out(self, *, idle: bool) -> None:
         """Give every finished sequence its last event; idle: the scheduler had nothing to run."""
@@ -514,12 +490,12 @@ class Engine:
         try:
             event = state.finish(reason, error, **counts)  # type: ignore[arg-type]
         except BaseException as e:  # in the detokenizer, say: its text is not whole, but what there is comes
-            self._note(e)
+            self._faults.note(e)
             if reason in ("stop", "length"):
                 reason, error = "error", e
             event = state.finish(reason, error, whole=False, **counts)
         if (raised := handle.put(event)) is not None:
-            self._note(raised)
+            self._faults.note(raised)
         with self._lock:
             self.speculator.forget(s)
             del self._active[s]
@@ -536,7 +512,7 @@ class Engine:
         except BaseException:
             self.stop(error)
 
-    def stop(self, error: BaseException, reason: str = _OWN_FAULT) -> None:
+    def stop(self, error: BaseException, reason: str = OWN_FAULT) -> None:
         """Give every sequence a last event, with the error, and take no more requests."""
         with self._lock:
             self.stop_reason = self.stop_reason or reason
@@ -550,7 +526,7 @@ class Engine:
             try:
                 self._deliver(s)
             except BaseException as e:  # who waits for it reads in `stopped` that nothing will come
-                self._note(e)
+                self._faults.note(e)
         try:
             with self._lock:
                 self._active.clear()
@@ -559,21 +535,7 @@ class Engine:
                 self.scheduler.salvage(sequences, error)
                 self.scheduler.clear()
         except BaseException as e:
-            self._note(e)
-
-    def _note(self, error: BaseException) -> bool:
-        """Remember what the user's own thread must be told; a thread of the engine's own goes on."""
-        self._is_fatal(error)
-        told = isinstance(error, _Quit) and self.thread is not current_thread()
-        if told:
-            self._quit = self._quit or error
-        return told
-
-    def _is_fatal(self, error: BaseException) -> bool:
-        """Whether an error says that the CUDA context is lost; then the engine stops when the step is over."""
-        if (name := context_error(error)) is not None:
-            self._fatal = self._fatal or (error, f"the CUDA context is lost ({name})")
-        return name is not None
+            self._faults.note(e)
 
     def _count(self, step: Step) -> None:
         more = {"steps": 1, "run": step.tokens, "sampled": len(step.samples), "preemptions": len(step.preempted)}

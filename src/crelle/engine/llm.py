@@ -90,8 +90,8 @@ class LLM(LoadedModel):
         llm.speculation = wanted
         if draft is not None:
             llm.draft = load_draft(llm, draft)
-        if wanted is not None and wanted.method == "draft" and llm.draft is None:
-            raise SchemeError("speculation by a draft model needs one: use `draft=DIR`")
+        if wanted is not None:
+            wanted.require_draft(llm.draft is not None)
         return llm
 
     def __repr__(self) -> str:

@@ -10,7 +10,8 @@ from reference_single import assert_empty
 
 from crelle import LLM, Sampling
 from crelle.engine.async_engine import AsyncEngine
-from crelle.engine.engine import FAILED_STEPS, Engine
+from crelle.engine.engine import Engine
+from crelle.engine.faults import FAILED_STEPS
 from crelle.errors import CapacityError, CrelleError
 
 TORCH = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`")

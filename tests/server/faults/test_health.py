@@ -13,7 +13,8 @@ from tiny_server import GREEDY, Running, ask, body_of, post, serving, slow_down,
 
 from crelle import LLM
 from crelle.engine.async_engine import AsyncEngine
-from crelle.engine.engine import FAILED_STEPS, Engine
+from crelle.engine.engine import Engine
+from crelle.engine.faults import FAILED_STEPS
 from crelle.engine.scheduler import Step
 from crelle.server.app import Server, running
 from crelle.server.run import _serve

@@ -48,9 +48,27 @@ class Speculation:
                 raise SchemeError(f"speculation should read like ngram or ngram:tokens=5,adaptive=false; got '{text}'")
         return cls(method=cast(Method, method), tokens=tokens, adaptive=adaptive)
 
+    def require_draft(self, there: bool) -> None:
+        """Refuse drafts without a model for it."""
+        if self.method == "draft" and not there:
+            raise SchemeError("speculation by a draft model needs one: use `draft=DIR`")
+
     def __str__(self) -> str:
         options = [f"tokens={self.tokens}"] * (self.tokens != MOST) + ["adaptive=false"] * (not self.adaptive)
         return f"{self.method}:{','.join(options)}" if options else self.method
+
+
+def chosen_speculation(
+    given: Speculation | str | None, *, batch_invariant: bool, draft: bool
+) -> tuple[Speculation, str]:
+    """Return how an engine guesses tokens, and why; given: what was asked for, draft: whether there is a model."""
+    if given is None:
+        return default_speculation(batch_invariant=batch_invariant, draft=draft)
+    wanted = Speculation.parse(given)
+    wanted.require_draft(draft)
+    if wanted.method != "off" and not batch_invariant:
+        return wanted, "as requested; without --exact, tokens may differ as they do from batch to batch"
+    return wanted, "as requested"
 
 
 def default_speculation(*, batch_invariant: bool, draft: bool) -> tuple[Speculation, str]:
