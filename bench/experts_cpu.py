@@ -5,7 +5,7 @@
 Random weights of two shapes: Mixtral-8x7B's layers, and those of Qwen3-30B-A3B, whose experts are many and narrow. The
 dense model's feed-forward is as wide as all experts of a token. Every step decodes a random token, so that a mixture
 reads other experts each time; logits are compared with the torch forward's first. The models take turns, some steps
-each; with one thread times are processor time, since the machine may do other work besides. Share of the roofline:
+each; with one thread times are processor time, since the machine may do other work too. Share of the roofline:
 bytes of the weights that a token needs, over the time of its step and the bandwidth of a plain read of the dense
 model's weights in the same run.
 """

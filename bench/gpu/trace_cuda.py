@@ -89,7 +89,7 @@ def main() -> None:
     options.add_argument("trace", type=Path)
     options.add_argument("--rate", type=float)
     options.add_argument("--seconds", type=float, default=18.0)
-    options.add_argument("--rounds", type=int, default=1, help="put so many consecutive requests into a conversation")
+    options.add_argument("--rounds", type=int, default=1, help="consecutive requests in a conversation")
     options.add_argument("--weights", default=DEFAULT, help=f"some of {', '.join(WEIGHTS)}")
     options.add_argument("--memory", default="24GB")
     given = options.parse_args()

@@ -48,7 +48,7 @@ class ModelRunner:
         return sum(pages.nbytes for pages in self.layers)
 
     def grow(self, pages: int) -> None:
-        """Have so many pages, keeping what is in those that there are; no step is under way."""
+        """Grow to that many pages, keeping what is in those that there are; no step is under way."""
         self._executors.clear()  # they hold tensors, and graphs over them
         for i, layer in enumerate(self.layers):  # one after the other: only one is there twice at a time
             if pages > layer.count:

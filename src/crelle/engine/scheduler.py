@@ -38,7 +38,7 @@ Ahead.       A step may end before its tokens are known: `update` takes UNKNOWN 
     step, since steps run in order.
 
 Drafts.      In a step without prompts, `lookahead` may ask for room for tokens that are guessed: a sequence then runs
-    its last token and these, and `update` takes those that were right besides the one sampled. They get pages that are
+    its last token and these, and `update` takes those that were right and the one sampled. They get pages that are
     available, never those of another sequence, and give them back after the step: who is admitted or preempted does
     not depend on them.
 

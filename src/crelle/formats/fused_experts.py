@@ -123,7 +123,7 @@ def split_experts(weights: HFDirectory) -> HFDirectory | SplitExperts:
     for before, tensors_there in blocks.items():
         stored = next((known for known in (_PARTS, _BIASED) if tensors_there == set(known)), None)
         if stored is None:
-            continue  # a matrix for each expert already, or scales besides
+            continue  # a matrix for each expert already, or scales of one
         tensors = {f"{before}{_EXPERTS}{name}": parts for name, parts in stored.items()}
         shapes = {name.rpartition(".")[2]: weights.shape(name) for name in tensors}
         both, down = shapes["gate_up_proj"], shapes["down_proj"]

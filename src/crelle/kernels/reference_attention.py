@@ -31,7 +31,7 @@ Integers = Tensor | Sequence[int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendOptions:
-    """What attention does besides softmax(q K^T / sqrt(D)) V over all tokens so far."""
+    """What attention does in addition to softmax(q K^T / sqrt(D)) V over all tokens so far."""
 
     window: int | None = None  # tokens that a token sees, itself included
     softcap: float | None = None  # of the scores

@@ -248,7 +248,7 @@ def serve(
 ) -> EngineLoadResult:
     """Run a trace, or else a closed loop, on an engine of its own; `scheme` and `traffic` are what the row says.
 
-    stop: end a trace after so many seconds, whatever is under way. Tokens are guessed only if `speculate` says so:
+    stop: seconds after which a trace ends, whatever is under way. Tokens are guessed only if `speculate` says so:
     models of random weights repeat themselves.
     """
     device = llm.model.device

@@ -48,7 +48,7 @@ class SpeculationResult:
 
 
 def prompts(llm: LLM, kind: Kind, count: int, tokens: int) -> list[list[int]]:
-    """Return prompts of so many tokens, or shorter ones of prose."""
+    """Return prompts of that many tokens, or shorter ones of prose."""
     if kind == "prose":
         return [llm.encode(_BEGIN[i % len(_BEGIN)] + (" " + str(i) if i >= len(_BEGIN) else "")) for i in range(count)]
     found = []

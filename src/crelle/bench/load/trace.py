@@ -49,7 +49,7 @@ def read_trace(
 
 
 def multi_round(requests: Sequence[TraceRequest], rounds: int, context: int) -> list[TraceRequest]:
-    """Return requests as conversations of so many rounds: a prompt has the prompts and answers before it in front.
+    """Return requests as conversations of that many rounds: a prompt has the prompts and answers before it in front.
 
     Consecutive requests make a conversation; one that would leave the context ends, and the request begins the next.
     """

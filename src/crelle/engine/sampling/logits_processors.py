@@ -4,7 +4,7 @@
     frequency_penalty    l - penalty * count                          tokens of the answer, as OpenAI and vLLM count
     presence_penalty     l - penalty                                  the same tokens
     logit_bias           l + bias
-    min_tokens           -inf                                         end tokens, until so many tokens are sampled
+    min_tokens           -inf                                         end tokens, until that many tokens are sampled
 
 For one sequence that is a sparse update, (tokens, divisors, addends), which grows by a token a step. Those of a whole
 batch are applied with one gather and one scatter; then come the masks of grammars (batch_sampler.py).

@@ -48,7 +48,7 @@ class DraftModel:
         self._seconds: float | None = None  # of a token
 
     def grow(self, pages: int) -> None:
-        """Have so many pages, keeping what is in those that there are."""
+        """Grow to that many pages, keeping what is in those that there are."""
         self._executor = None
         self.layers = [layer.grown(pages - layer.count) if pages > layer.count else layer for layer in self.layers]
 
@@ -75,7 +75,7 @@ class DraftModel:
 
     @torch.inference_mode()
     def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        """Guess so many tokens for each sequence, whose pages have room for them."""
+        """Guess that many tokens for each sequence, whose pages have room for them."""
         chunks, room = list[Chunk](), CATCH_UP
         for s in wanted:
             known = self._known(s)

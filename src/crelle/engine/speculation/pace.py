@@ -1,7 +1,7 @@
 """How many tokens are worth guessing: those with which a step gives the most tokens per second.
 
     tokens of a step    1 for each sequence, and p + p² + … + p^k for a draft of k tokens, each right with probability p
-    its seconds         as steps of so many sequences and rows were measured to take, and the drafting
+    its seconds         as steps of that many sequences and rows were measured to take, and the drafting
 
 p is counted for each sequence, with older tokens counting less, and begins at what all sequences have shown for a match
 of that length. Of all drafts the likeliest tokens come first; as many of them run as give the best rate, often none.
@@ -42,7 +42,7 @@ class StepTimes:
         times[rows] = recent, median(recent), self._now
 
     def known(self, kind: Hashable, rows: int, least: int = 1) -> bool:
-        """Whether there are so many times that are not too old."""
+        """Whether there are enough measurements that are not too old."""
         found = self._of.get(kind, {}).get(rows)
         return found is not None and len(found[0]) >= least and self._now - found[2] <= _STALE
 
@@ -104,7 +104,7 @@ class Pauses:
         return self._left > 0
 
     def skipped(self) -> None:
-        """A step had no draft, though there were proposals, or nobody looked for them."""
+        """A step had no draft, though there were proposals, or no look-up was made."""
         self._left -= 1
 
     def tried(self, *, paid: bool) -> None:
@@ -118,8 +118,8 @@ def best_lengths(
 ) -> list[int]:
     """Return the tokens of each draft.
 
-    chances: that a token of each is right, limits: of their tokens, room: of all. seconds: of a step with so many
-    tokens of drafts, of which the longest has so many.
+    chances: that a token of each is right, limits: of their tokens, room: of all. seconds: of a step by the
+    tokens of its drafts and those of the longest.
     """
     steps = sorted(
         ((p ** (j + 1), -j, i) for i, (p, most) in enumerate(zip(chances, limits, strict=True)) for j in range(most)),

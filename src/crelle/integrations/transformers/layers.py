@@ -135,7 +135,7 @@ class QuantModule(nn.Module, LazyWeight):
         return None if self._made is None else self._made[1].kernel.name
 
     def __getattr__(self, name: str) -> Any:
-        """Some models look at `layer.weight.dtype`, peft at its device; whoever computes with it gets a sentence."""
+        """Some models look at `layer.weight.dtype`, peft at its device; computing with it raises a sentence."""
         if name == "weight":
             shape: Any = self.spec["shape"]
             if torch.compiler.is_compiling():

@@ -18,7 +18,7 @@ KEYS = {
     "norm_topk_prob": Setting(bool, default=False, means="the weights of a token's experts add up to 1"),
     "shared_expert_intermediate_size": Setting(int, 1, 1 << 22, means="width of the expert that all tokens take"),
     "moe_intermediate_size": Setting(int, 1, 1 << 22, means="width of an expert"),
-    "decoder_sparse_step": Setting(int, 1, 1 << 16, 1, "every so many layers one has experts"),
+    "decoder_sparse_step": Setting(int, 1, 1 << 16, 1, "one layer in this many has experts"),
     "mlp_only_layers": Setting(list, default=None, means="layers without experts"),
 }
 

@@ -12,7 +12,7 @@ from crelle.models.settings import Setting, setting
 
 _KEYS = {
     "no_rope_layers": Setting(list, default=None, means="0 for layers without rope, 1 for others"),
-    "no_rope_layer_interval": Setting(int, 1, 1 << 12, 4, "every so many layers one has no rope"),
+    "no_rope_layer_interval": Setting(int, 1, 1 << 12, 4, "one layer in this many has no rope"),
 }
 
 

@@ -233,7 +233,7 @@ class LayerCalibration:
             here = world().matrices(mine, owners)
             self._set(here)
             if any(self.block.linears()[name].activation is not None for name in here):
-                for tape in self._tapes:  # a norm that nobody but linears reads rounds its result to bf16, where CPUs
+                for tape in self._tapes:  # a norm that only linears read rounds its result to bf16, where CPUs
                     tape.forget_last()  # have such products; linears that quantize it themselves want it in f32
             fitted |= here
         return fitted

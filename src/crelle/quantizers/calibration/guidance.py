@@ -135,7 +135,7 @@ class Guidance:
 
     @classmethod
     def load(cls, path: Path, tokens: int) -> "Guidance":
-        """Return this rank's part of what `save` kept for so many sequences of all ranks."""
+        """Return this rank's part of what `save` kept for that many sequences of all ranks."""
         kept = ShardReader(path) if world().first else None
         names = world().value([] if kept is None else kept.names())
         found = {}

@@ -30,7 +30,7 @@ class PassMemory(Protocol):
     def states_on_device(self) -> bool: ...
 
     @property
-    def stride(self) -> int: ...  # hidden states before every so many layers are kept
+    def stride(self) -> int: ...  # layers between those whose hidden states are kept
 
     def tokens_of_logits(self, V: int) -> int: ...
 

@@ -37,7 +37,7 @@ class SearchMemory:
     batch: int = 4  # sequences
     states: torch.dtype = torch.float32
     states_on_device: bool = True
-    stride: int = 1  # hidden states before every so many layers are kept
+    stride: int = 1  # layers between those whose hidden states are kept
     sums: int | None = None  # bytes of the Hessians of one backward pass; None: those of a layer at once
     fits: int = _FITS  # bytes of rows at several settings
     logits: int = _LOGITS  # bytes of logits, their softmax and its sums

@@ -86,7 +86,7 @@ struct LayerWeights {
   int window = 0;           // how far back attention sees; 0: all the way
   int rope = -1;            // of the model's; -1: none
   float scale = 0;          // of the scores
-  float rotated_scale = 1;  // besides, of the rotated channels of queries
+  float rotated_scale = 1;  // also, of the rotated channels of queries
 };
 
 // Rotates pairs (i, i + R/2) of the first R channels of a head.

@@ -28,7 +28,7 @@ int Decoder::Work::first_key(const LayerWeights &l, int b) const {
 void Decoder::Work::attention(const LayerWeights &l, int layer) {
   const int G = H / Hkv;
   int64_t total = 0, done = 0;
-  constexpr int kFixed = 16;  // what a piece costs besides its keys, in keys
+  constexpr int kFixed = 16;  // what a piece costs in addition to its keys, in keys
   for (int b = 0; b < B; ++b) {
     const int first = first_key(l, b), last = int(position[b]);
     total += int64_t(H) * (last - first + 1 + kFixed * (last / kRun - first / kRun + 1));
