@@ -228,7 +228,7 @@ class Panic(BaseException):
 def faulty_server(rate: float, dies: int, arguments: list[str]) -> None:
     """Be `crelle`, but let some steps raise, and all from step `dies` on (0: never); in a process of its own."""
     from crelle.cli.main import main as crelle
-    from crelle.engine.engine import FAILED_STEPS
+    from crelle.engine.faults import FAILED_STEPS
     from crelle.engine.model_runner import ModelRunner
 
     run, rng = ModelRunner.run, random.Random(0)
