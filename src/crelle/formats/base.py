@@ -86,8 +86,8 @@ class QuantTensor(Protocol):
         """Return what a reader must know besides the tensors."""
         ...
 
-    def rows(self, which: slice | Tensor) -> Self:
-        """Return some output rows, by slice or by index, as a tensor of the same format."""
+    def rows(self, which: slice | Tensor) -> "QuantTensor":
+        """Return some output rows, by slice or by index, in the same format where it allows that."""
         ...
 
     def to(self, device: torch.device | str) -> Self: ...
