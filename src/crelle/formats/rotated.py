@@ -60,6 +60,12 @@ class Rotation:
         """Return w H diag(signs) for w [..., K]: what `__call__` was applied to."""
         return hadamard_blocks(w, self.block) * self.signs(w.dtype)
 
+    def to(self, device: torch.device | str) -> "Rotation":
+        return Rotation(self.packed.to(device), self.K, self.block)
+
+    def clone(self) -> "Rotation":
+        return Rotation(self.packed.clone(), self.K, self.block)
+
     def equal(self, other: "Rotation") -> bool:
         return self.block == other.block and (self.packed is other.packed or torch.equal(self.packed, other.packed))
 
@@ -134,8 +140,7 @@ class RotatedTensor:
         return None if inner is None else cls(inner, rotation)
 
     def to(self, device: torch.device | str) -> "RotatedTensor":
-        r = self.rotation
-        return RotatedTensor(self.inner.to(device), Rotation(r.packed.to(device), r.K, r.block))
+        return RotatedTensor(self.inner.to(device), self.rotation.to(device))
 
     @classmethod
     def parts(cls, spec: Mapping[str, Any]) -> list[str]:

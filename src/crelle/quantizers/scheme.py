@@ -10,6 +10,7 @@
     bcq-nested:bits=4,group=128          2, 3 and 4 bits in one checkpoint             [settings: see its module]
     mixed:group=16,four=0.25             2 and 4 bits in one matrix, 16-bit outliers   [outliers=0.002; see its module]
     atom:w=4,a=4,kv=4,group=128,outliers=128   integer weights and activations, outlier channels in 8 bits
+    trellis:bits=2                       trellis codes, 1 to 4 bits in half steps: least error, slowest to find
     mxfp4, nvfp4                         four-bit floats in groups of 32 and 16, rounded to nearest
 
 `group=row` shares the scales over a whole row. Schemes that look at data take `guidance`, 0 to 1: how much the loss of
@@ -32,9 +33,10 @@ from crelle.quantizers.schemes.hbcq import HBCQ
 from crelle.quantizers.schemes.mixed import Mixed
 from crelle.quantizers.schemes.nested import Nested
 from crelle.quantizers.schemes.rtn import RTN
+from crelle.quantizers.schemes.trellis import Trellis
 
 CONFIGS: dict[str, type[GroupedConfig]] = {
-    c.scheme: c for c in (RTN, BCQ, GPTQ, HBCQ, AWQ, Nested, Mixed, Atom, Auto, MXFP4, NVFP4)
+    c.scheme: c for c in (RTN, BCQ, GPTQ, HBCQ, AWQ, Nested, Mixed, Atom, Auto, MXFP4, NVFP4, Trellis)
 }
 
 

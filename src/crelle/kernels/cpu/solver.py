@@ -118,3 +118,13 @@ def solve_scales(error: Tensor, hessian: Tensor, features: Tensor, group: int, r
 
 def _array(t: Tensor | None) -> object:
     return None if t is None else t.detach().contiguous().numpy()
+
+
+def viterbi(values: Tensor, roots: Tensor, x: Tensor, shift: int, *, fine: bool, window: int) -> Tensor:
+    """Return the states uint16 [S, 128 / V] of the rings of a trellis that are nearest to x int16 [S, 128].
+
+    values int16 [2^16, V], roots f32 [columns, V, V]: state i has the values times roots[i % columns].
+    """
+    states = torch.empty(len(x), x.shape[1] // values.shape[1], dtype=torch.uint16)
+    cpu.core().viterbi(_array(values), _array(roots), _array(x), shift, fine, window, states.numpy())
+    return states

@@ -27,11 +27,7 @@ class HessianConfig(GroupedConfig):
 
     def __post_init__(self) -> None:
         GroupedConfig.__post_init__(self)
-        if not 0 <= self.damp <= 1:
-            raise SchemeError(f"damp must be 0 to 1, got {self.damp}")
-        check_guidance(self.guidance)
-        if self.refine < 0:
-            raise SchemeError(f"refine must be at least 0, got {self.refine}")
+        check_hessian_settings(self)
 
     def solution(self, weight: Tensor, stats: Stats | None) -> Fit:
         """Return codes and levels for a weight [N, K]."""
@@ -64,3 +60,12 @@ class HessianConfig(GroupedConfig):
     def fit_rows(self, target: Tensor, hessian: Tensor, by: LDLFactor) -> Fit:
         """Return codes and levels for some rows of the target weight."""
         raise NotImplementedError
+
+
+def check_hessian_settings(config: HessianConfig) -> None:
+    """Refuse settings that no config of this kind can have."""
+    if not 0 <= config.damp <= 1:
+        raise SchemeError(f"damp must be 0 to 1, got {config.damp}")
+    check_guidance(config.guidance)
+    if config.refine < 0:
+        raise SchemeError(f"refine must be at least 0, got {config.refine}")

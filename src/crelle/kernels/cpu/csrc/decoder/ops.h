@@ -129,6 +129,9 @@ struct Ops {
   void (*row_errors)(const RowErrors &s, int tile, int tiles, float *scratch);
   // scratch: as ScaleSolve says
   void (*solve_scales)(const ScaleSolve &s, int tile, int tiles, float *scratch, double *wide);
+  // Paths through a trellis: the tables of a column [V, states], then the ring of a sequence.
+  void (*viterbi_tables)(const Viterbi &p, int column, int16_t *to);
+  void (*viterbi_ring)(const Viterbi &p, int sequence, uint8_t *scratch);
 };
 
 // A norm of either kind over one row, or over a tile; y may be x.

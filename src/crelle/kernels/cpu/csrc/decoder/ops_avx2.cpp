@@ -24,6 +24,7 @@ namespace avx2 {
 #include "solver/grid_search.h"
 #include "solver/nested_sweep.h"
 #include "solver/normal_equations.h"
+#include "solver/viterbi.h"
 
 }  // namespace avx2
 }  // namespace
@@ -60,6 +61,8 @@ const Ops kOpsAvx2{"avx2",
                    avx2::search_grids_tile,
                    avx2::second_order_tile,
                    avx2::row_errors_tiles,
-                   avx2::solve_scales_tiles};
+                   avx2::solve_scales_tiles,
+                   avx2::viterbi_tables,
+                   avx2::viterbi_ring};
 
 }  // namespace crelle::cpu

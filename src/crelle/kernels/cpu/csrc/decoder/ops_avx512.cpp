@@ -24,6 +24,7 @@ namespace avx512 {
 #include "solver/grid_search.h"
 #include "solver/nested_sweep.h"
 #include "solver/normal_equations.h"
+#include "solver/viterbi.h"
 
 }  // namespace avx512
 }  // namespace
@@ -60,6 +61,8 @@ const Ops kOpsAvx512{"avx512",
                      avx512::search_grids_tile,
                      avx512::second_order_tile,
                      avx512::row_errors_tiles,
-                     avx512::solve_scales_tiles};
+                     avx512::solve_scales_tiles,
+                     avx512::viterbi_tables,
+                     avx512::viterbi_ring};
 
 }  // namespace crelle::cpu

@@ -26,6 +26,7 @@ namespace generic {
 #include "solver/grid_search.h"
 #include "solver/nested_sweep.h"
 #include "solver/normal_equations.h"
+#include "solver/viterbi.h"
 
 }  // namespace generic
 }  // namespace
@@ -62,6 +63,8 @@ const Ops kOpsGeneric{"generic",
                       generic::search_grids_tile,
                       generic::second_order_tile,
                       generic::row_errors_tiles,
-                      generic::solve_scales_tiles};
+                      generic::solve_scales_tiles,
+                      generic::viterbi_tables,
+                      generic::viterbi_ring};
 
 }  // namespace crelle::cpu

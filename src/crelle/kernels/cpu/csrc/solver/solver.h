@@ -122,4 +122,29 @@ struct RowErrors {
   float *result;         // [N], written
 };
 
+// Rings of states of 16 bits (crelle.formats.trellis), each the nearest to 128 weights: state i takes the place of the
+// weights V i ... V i + V - 1, at the distance |x_i - value root|^2, where root is that of column i mod `columns`.
+constexpr int kViterbiStates = 1 << 16;
+
+struct Viterbi {
+  int shift, weights, columns;  // bits of its own that a state has; weights of a state: V
+  bool fine;                    // small distances count more exactly, large ones all alike: for 3 bits and more
+  int window;                   // steps of the run that decides where a ring begins
+  const int16_t *values;        // [states, V]
+  const float *roots;           // [columns, V, V]
+  const int16_t *tables;        // [columns, V, states]: values times roots, in the order of viterbi.h
+  const int16_t *x;             // [sequences, 128]: the weights times roots
+  uint16_t *states;             // [sequences, 128 / V], written
+
+  int steps() const { return 128 / weights; }
+  size_t scratch() const {  // bytes for one sequence
+    return 2 * ((size_t(steps() + 1) << (16 - shift)) + kViterbiStates);
+  }
+};
+
+struct ViterbiStep {
+  const int16_t *x;         // [V]
+  const int16_t *table[2];  // [states] each
+};
+
 }  // namespace crelle::cpu

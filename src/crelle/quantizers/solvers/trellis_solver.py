@@ -1,0 +1,152 @@
+"""Trellis codes that minimise the layer's output error  tr((T - Ŵ) H (T - Ŵ)ᵀ):  LDLQ with a Viterbi search.
+
+    H = M D Mᵀ   M unit upper triangular in blocks of 4 inputs, D block diagonal
+    for each block of inputs:   target_b = T_b + Σ_(j before b) E_j M_jb       E = T - Ŵ of what is rounded
+                                codes of the block = paths nearest to target_b, distances weighted by D_b
+    scales       at the end the least squares of every row, its codes fixed
+
+A path goes through 32 rows and 4 inputs (crelle.formats.trellis). Its distance counts what the inputs of one state have
+to do with each other, D_b in blocks of V; those of two states of a row count as independent, which costs 1%.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crelle.formats.trellis import COLUMNS, ROWS, STATE_BITS, STATES, UNIT, WEIGHTS, Code, rings_of
+from crelle.kernels.cpu import solver
+from crelle.quantizers.solvers.gptq_solver import LDLFactor
+
+# The standard deviation of the values in that of the weights: a little more than 1, as values end and weights do not.
+_SPREAD = {1.0: 0.85, 1.5: 0.96, 2.0: 1.02, 2.5: 1.01, 3.0: 1.03, 3.5: 1.04, 4.0: 1.05}
+_RANGE = 5.12  # of weights and values in standard deviations, as 16 bits of the C++ search hold them
+_CHUNK = 128  # inputs whose errors reach later ones by one product
+_SLAB = 64  # sequences that are searched at a time in torch: 17 MB of costs each
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockFactor:
+    """H = M D Mᵀ in blocks of 4 inputs, padded to whole blocks."""
+
+    mix: Tensor  # f32 [K', K'], M - I
+    cost: Tensor  # f32 [blocks, 4, 4], D; 0 for padding
+    damped: Tensor  # f32 [K, K]
+
+    @classmethod
+    def of(cls, by: LDLFactor) -> "BlockFactor":
+        """Make it of a factor whose columns are in their own order."""
+        K = len(by.cost)
+        pad = -K % COLUMNS
+        unit = by.mix.double()
+        unit.diagonal().add_(1)
+        unit = torch.nn.functional.pad(unit, (0, pad, 0, pad))
+        unit.diagonal()[K:] = 1
+        cost = torch.nn.functional.pad(by.cost.double(), (0, pad)).view(-1, COLUMNS)
+        blocks = len(cost)
+        own = unit.view(blocks, COLUMNS, blocks, COLUMNS).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [blocks, 4, 4]
+        mix = (unit.view(-1, blocks, COLUMNS).transpose(0, 1) @ torch.linalg.inv(own)).transpose(0, 1).reshape_as(unit)
+        mix = mix.reshape_as(unit).clone()
+        mix.view(blocks, COLUMNS, blocks, COLUMNS).diagonal(dim1=0, dim2=2).zero_()
+        return cls(mix.float(), (own * cost.unsqueeze(1) @ own.mT).float(), by.damped)
+
+
+def encode(target: Tensor, by: BlockFactor, code: Code, bits: float) -> tuple[Tensor, Tensor]:
+    """Return codes [row blocks, column blocks, bytes] and scales f16 [N] for a target weight [N, K]."""
+    N, K = target.shape
+    size = target.square().mean(1).sqrt()
+    scale = (size / (code.std * UNIT) * _SPREAD[bits]).half().float().clamp(min=1e-7)
+    pad = (0, -K % COLUMNS, 0, -N % ROWS)
+    rows = torch.nn.functional.pad(target, pad) / (torch.nn.functional.pad(scale, (0, pad[3]), value=1) * UNIT)[:, None]
+    values, rings = _search(rows, by, code, bits)
+    return rings, best_scales(target, by.damped, values[:N, :K], scale)
+
+
+def best_scales(target: Tensor, damped: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """Return the f16 scale of each row with the least error for the values that its codes stand for."""
+    values = values * UNIT
+    with_h = values @ damped
+    square = (with_h * values).sum(1)
+    found = (with_h * target).sum(1) / square.clamp(min=1e-30)
+    near = (found - scale).abs() < scale / 2  # elsewhere the row is 0, or its system nearly singular
+    return torch.where(near & (square > 0), found, scale).half()
+
+
+def _search(rows: Tensor, by: BlockFactor, code: Code, bits: float) -> tuple[Tensor, Tensor]:
+    """Return the values [N', K'] and the rings of rows [N', K'] in units of the values."""
+    N, K = rows.shape
+    shift, V = code.shift(bits), code.weights
+    values = code.values(torch.arange(STATES, device=rows.device)).float()  # [states, V]
+    found, left = torch.empty_like(rows), torch.zeros_like(rows)
+    rings = []
+    for begin in range(0, K, _CHUNK):
+        end = min(begin + _CHUNK, K)
+        wanted = rows[:, begin:end] + left[:, :begin] @ by.mix[:begin, begin:end]
+        for b in range(begin, end, COLUMNS):
+            here = slice(b, b + COLUMNS)
+            want = wanted[:, b - begin : b - begin + COLUMNS] + left[:, begin:b] @ by.mix[begin:b, here]
+            cost = by.cost[b // COLUMNS].view(COLUMNS // V, V, COLUMNS // V, V)
+            roots = _roots(cost.diagonal(dim1=0, dim2=2).permute(2, 0, 1))  # [states of a row, V, V]
+            x = want.reshape(N // ROWS, ROWS, COLUMNS // V, 1, V) @ roots
+            states = paths(values, roots, x.reshape(N // ROWS, WEIGHTS // V, V), shift, code.std, fine=bits >= 3)
+            found[:, here] = values[states].reshape(N, COLUMNS)
+            left[:, here] = rows[:, here] - found[:, here]
+            rings.append(rings_of(states, shift))
+    return found, torch.stack(rings, 1)
+
+
+def _roots(cost: Tensor) -> Tensor:
+    """Return R [n, V, V] with R Rᵀ in the proportions of cost [n, V, V], the mean of whose diagonals becomes 1."""
+    mean = cost.diagonal(dim1=1, dim2=2).mean()
+    if not mean > 0:
+        return torch.zeros_like(cost)
+    root, failed = torch.linalg.cholesky_ex(cost / mean)
+    flat = torch.diag_embed((cost / mean).diagonal(dim1=1, dim2=2).clamp(min=0).sqrt())
+    return torch.where((failed > 0)[:, None, None], flat, root)
+
+
+def paths(values: Tensor, roots: Tensor, x: Tensor, shift: int, unit: float, *, fine: bool) -> Tensor:
+    """Return the states int64 [S, n] of the rings nearest to x [S, n, V] in units of values, already times roots.
+
+    values [states, V], roots [columns, V, V]: state i has the values times roots[i % columns].
+    """
+    n = x.shape[1]
+    if solver.usable(x):
+        to = 32767 / (_RANGE * unit)
+        given = (x * to).round_().clamp_(-32767, 32767).to(torch.int16).flatten(1)
+        return solver.viterbi(values.to(torch.int16), roots * to, given, shift, fine=fine, window=n).long()
+    tables = torch.stack([values @ r for r in roots])  # [columns, states, V]
+    return torch.cat([_paths(tables, x[s : s + _SLAB], shift) for s in range(0, len(x), _SLAB)])
+
+
+def _paths(tables: Tensor, x: Tensor, shift: int) -> Tensor:
+    """Do so in torch: first for the ring opened at half its length, whose middle says where it is closed."""
+    half = x.shape[1] // 2
+    low = STATES >> shift
+    turned = _viterbi(tables.roll(half % len(tables), 0), x.roll(half, 1), shift, None)
+    return _viterbi(tables, x, shift, turned[:, half] % low)
+
+
+def _viterbi(tables: Tensor, x: Tensor, shift: int, ends: Tensor | None) -> Tensor:
+    """Return the nearest path [S, n]; `ends` [S]: low bits of the first state and high bits of the last one."""
+    S, n, _ = x.shape
+    J, low = 1 << shift, STATES >> shift
+    cost, before = torch.zeros(S, low, device=x.device), []
+    if ends is not None:
+        cost = torch.full_like(cost, torch.inf).scatter_(1, ends[:, None], 0)
+    for t in range(n):
+        far = torch.zeros(S, STATES, device=x.device)
+        for v in range(x.shape[2]):
+            far += (x[:, t, v, None] - tables[t % len(tables), :, v]).square_()
+        far.view(S, J, low).add_(cost.unsqueeze(1))
+        cost, chosen = far.view(S, low, J).min(-1)  # predecessors of a state have its low bits as their high bits
+        before.append(chosen.to(torch.uint8))
+    group = cost.argmin(1) if ends is None else ends
+    states = torch.empty(S, n, dtype=torch.int64, device=x.device)
+    for t in reversed(range(n)):
+        states[:, t] = (group << shift) | before[t].gather(1, group[:, None])[:, 0].long()
+        group = states[:, t] & (low - 1)
+    return states
+
+
+assert STATE_BITS == 16
