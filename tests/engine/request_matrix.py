@@ -33,6 +33,8 @@ ANSWERS = (12, 0, 1)  # tokens; 0: its first one is an end token
 NESTED = "bcq-nested:bits=4,group=64,data=false"
 PERMUTED = "permuted"  # of no scheme: what importers make of act-order checkpoints
 FP4 = ("mxfp4", "nvfp4")
+TRELLIS = ("trellis:bits=2", "trellis:bits=3,rotate=false")
+CPU_ONLY = (*FP4, *TRELLIS)  # no CUDA kernel takes them
 SCHEMES = (
     "fp16",
     "rtn:bits=4,group=64",
@@ -47,6 +49,7 @@ SCHEMES = (
     "atom:w=4,a=8,levels=2,group=64,outliers=64",
     PERMUTED,
     *FP4,
+    *TRELLIS,
 )
 KVS = (
     *("16", "8", "4", "3", "2", "k4v2", "k8v4", "k8v3", "k16v8"),

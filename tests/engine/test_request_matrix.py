@@ -16,8 +16,8 @@ from request_matrix import (
     ANSWERS,
     CASES,
     CONTEXT,
+    CPU_ONLY,
     FACTORS,
-    FP4,
     KVS,
     LENGTHS,
     PERMUTED,
@@ -43,8 +43,8 @@ from crelle.kernels.cpu.fused_decoder import FusedDecoder
 from crelle.kernels.cuda.executor import CudaExecutor, supports_model
 from crelle.quantizers.scheme import CONFIGS, parse
 
-GPU_CASES = [  # both budgets, greedy and mixed; CUDA has no kernels for 4-bit floats
-    case for case in CASES if case.number % 2 == case.number // 4 % 2 and case.scheme not in FP4
+GPU_CASES = [  # both budgets, greedy and mixed
+    case for case in CASES if case.number % 2 == case.number // 4 % 2 and case.scheme not in CPU_ONLY
 ]
 
 

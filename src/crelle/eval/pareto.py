@@ -174,8 +174,8 @@ def _heat_map(plan: Plan) -> str:
         parts.append(
             f'<g class="cell" transform="translate({left + cell * column},{22 + cell * row})">'
             f'<rect width="{cell - 1}" height="{cell - 1}" fill="{_colour(setting.bits)}"/>'
-            f'<text x="{cell / 2}" y="17">{setting.bits}</text>'
-            f"<title>{html.escape(module)}: {setting.bits} bits, group {setting.group}</title></g>"
+            f'<text x="{cell / 2}" y="17">{setting.bits:g}</text>'
+            f"<title>{html.escape(module)}: {setting}</title></g>"
         )
     width, height = left + cell * len(layers), 30 + cell * len(kinds)
     svg = f'<svg viewBox="0 0 {width} {height}" style="min-width:{width}px" role="img" aria-label="bits">'
@@ -187,7 +187,7 @@ def _layer_of(module: str) -> str:
     return index[1] if index else "–"
 
 
-def _colour(bits: int) -> str:
+def _colour(bits: float) -> str:
     """From blue (few) over violet to red (many)."""
     return f"hsl({215 + 20 * (bits - 1)} 55% {36 + 2 * bits}%)"
 

@@ -15,6 +15,7 @@ from crelle.quantizers.schemes.trellis import Trellis
 from crelle.quantizers.solvers import trellis_solver
 from crelle.quantizers.solvers.gptq_solver import factor
 from crelle.quantizers.solvers.trellis_solver import BlockFactor, paths
+from crelle.quantizers.training.ste import trainable_weight
 
 KINDS = [(code.name, bits) for code in CODES.values() for bits in BITS if not (code.weights * bits) % 1]
 
@@ -167,3 +168,37 @@ def test_compensation_of_earlier_layers_is_taken_in_the_rotated_basis() -> None:
     w = weight(32, K)
     q = Trellis(bits=4, damp=0.0001).fit(w, moved)
     assert output_error(q, 1.1 * w, stats) < 0.3 * output_error(q, w, stats)
+
+
+@pytest.mark.parametrize("bits", [1.5, 3])
+def test_the_fast_estimate_for_a_search_is_near_the_error(bits: float) -> None:
+    w, stats = weight(64, 128), correlated(128)
+    quantizer = Trellis(bits=bits)
+    estimate = quantizer.row_errors(w, torch.arange(64), factor(stats.hessian, 0.2, act_order=True))
+    error = w - quantizer.fit(w, stats).dequantize()
+    a, b = (float(((e @ stats.hessian) * e).sum()) for e in (estimate, error))
+    assert abs(a / b - 1) < 0.15, (a, b)
+
+
+def test_auto_chooses_among_trellis_codes_only_where_quality_is_preferred() -> None:
+    assert not any(isinstance(s, Trellis) for s in parse("auto:bits=2.35").settings())
+    chosen = parse("auto:bits=2.35,prefer=quality,guidance=0.5").settings()
+    assert {s.bits for s in chosen if isinstance(s, Trellis)} == set(BITS)
+    assert all(s.guidance == 0.5 for s in chosen if isinstance(s, Trellis))
+
+
+def test_row_scales_train_and_codes_stay() -> None:
+    w, stats = weight(64, 128), correlated(128)
+    start = Trellis().fit(w, stats)
+    module = trainable_weight(start, w)
+    assert module is not None
+    assert torch.allclose(module(), start.dequantize(), rtol=1e-5, atol=1e-7)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    for _ in range(80):
+        optimizer.zero_grad()
+        (module() - 1.1 * start.dequantize()).square().sum().backward()
+        optimizer.step()
+    trained = module.export()
+    assert torch.equal(trained.tensors()["codes"], start.tensors()["codes"])
+    ratio = trained.scales()["scale"].float() / start.scales()["scale"].float()
+    assert (ratio - 1.1).abs().max() < 0.03

@@ -18,6 +18,7 @@ SCHEMES = {
     "bcq-nested:bits=4,group=128": "2, 3 and 4 bits in one checkpoint",
     "mixed:four=0.25,outliers=0.002,group=16": "2, 4 and 16 bits in one matrix",
     "atom:w=4,a=4,kv=4,group=128,outliers=128": "integer weights and activations",
+    "trellis:bits=2": "trellis codes, 1 to 4 bits in half steps: best quality, slow to find",
     "mxfp4": "4-bit floats in blocks of 32, powers of two as scales",
     "nvfp4": "4-bit floats in blocks of 16, 8-bit floats as scales",
     "keep": "every matrix as the source stores it",

@@ -1,7 +1,8 @@
 """The recommended recipe: `auto:bits=X` is the best model we can make in at most X bits per weight.
 
     1. mixed precision           bits and group of every matrix, on affine grids, or 2 and 4 bits in one matrix
-                                 (crelle.quantizers.search.bit_allocation, crelle.quantizers.schemes.mixed)
+                                 (crelle.quantizers.search.bit_allocation, crelle.quantizers.schemes.mixed);
+                                 prefer=quality: affine grids or trellis codes (crelle.quantizers.schemes.trellis)
     2. codes                     GPTQ that also compensates the error of its inputs, refined
     (crelle.quantizers.schemes.gptq)
     3. block by block            weights, scales and lows trained with an STE (crelle.quantizers.training.blockwise)
@@ -12,19 +13,21 @@ Which of these steps are taken, and how many, is the effort's to say (crelle.qua
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor, Spec
+from crelle.formats.trellis import BITS
 from crelle.quantizers.base import GroupedConfig, check_guidance
 from crelle.quantizers.calibration.layer_api import CalibrationModel, Progress
 from crelle.quantizers.calibration.stats import Stats
 from crelle.quantizers.schemes.gptq import GPTQ
 from crelle.quantizers.schemes.mixed import Mixed
 from crelle.quantizers.schemes.trained import Train, TrainedConfig, Tune
+from crelle.quantizers.schemes.trellis import Trellis
 from crelle.quantizers.search.bit_allocation import ParetoFront
 from crelle.quantizers.search.sensitivity import candidates, planning_rows, sensitivities
 from crelle.quantizers.solvers.fast_error import Setting
@@ -32,6 +35,7 @@ from crelle.quantizers.solvers.fast_error import Setting
 # Matrices of 2- and 4-bit groups, 2.5 to 3.6 bits per weight: less loss there than affine grids, whose f16 scales for
 # small groups are a good part of the bits.
 MIXED = tuple(Mixed(group=16, four=four, outliers=0) for four in (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7))
+TRELLIS = tuple(Trellis(bits=bits) for bits in BITS)
 _GROUPS = (32, 40, 48, 64, 72, 80, 96, 112, 128, 144, 192, 256, 384, 512, 768, 1024)
 
 
@@ -51,6 +55,7 @@ class Auto(TrainedConfig, GroupedConfig):
     train: Train = "all"
     seed: int = 0
     guidance: float = 0.0
+    prefer: Literal["speed", "quality"] = "speed"  # quality: trellis codes too, which are slow to find and to multiply
     group: ClassVar[int] = 0  # type: ignore[misc]  # chosen per matrix
 
     def __post_init__(self) -> None:
@@ -95,6 +100,9 @@ class Auto(TrainedConfig, GroupedConfig):
     def settings(self) -> tuple[Setting, ...]:
         """Return what the search chooses from."""
         mixed = tuple(replace(one, guidance=self.guidance) for one in MIXED)
+        if self.prefer == "quality":
+            trellis = (replace(one, guidance=self.guidance) for one in TRELLIS)
+            return (*candidates(self.bits), *trellis)
         return (*candidates(self.bits), *(mixed if 2 <= self.bits <= 4 else ()))
 
     def fit(self, weight: Tensor, stats: Stats | None = None) -> QuantTensor:

@@ -22,7 +22,7 @@ from crelle.quantizers.calibration.stats import Stats, require_stats
 from crelle.quantizers.schemes.hessian_base import HessianConfig, check_hessian_settings
 from crelle.quantizers.solvers.gptq_solver import LDLFactor, factor, solve_damped
 from crelle.quantizers.solvers.grouping import require_finite
-from crelle.quantizers.solvers.trellis_solver import BlockFactor, encode
+from crelle.quantizers.solvers.trellis_solver import LEFT, BlockFactor, encode
 from crelle.quantizers.stage_times import FACTOR, TARGET, timed
 
 _SEED = 0x7E11
@@ -79,14 +79,25 @@ class Trellis(HessianConfig):
         inner = TrellisTensor(codes, scale, K, self.bits, self.values)
         return inner if rotate is None else RotatedTensor(inner, rotate.clone())  # files share no memory
 
+    def row_errors(self, weight: Tensor, rows: Tensor, by: LDLFactor) -> Tensor:
+        """Return an error W - Ŵ of some rows such as the search would leave: noise of its size, fed back likewise."""
+        if (key := "trellis") not in by.kept:
+            rotation = _rotation(len(by.cost)).to(weight.device)
+            mix = factor(_rotated(by.damped, rotation), 0.0, act_order=False).mix
+            mix.diagonal().add_(1)
+            by.kept[key] = mix
+        target = weight[rows].float()
+        size = target.square().mean(1, keepdim=True).sqrt() * LEFT[self.values.name][self.bits] ** 0.5
+        noise = torch.randn(target.shape, generator=torch.Generator().manual_seed(_SEED)).to(target.device) * size
+        left = torch.linalg.solve_triangular(by.kept[key], noise, upper=True, unitriangular=True, left=False)
+        return _rotation(len(by.cost)).to(weight.device).undone(left)
+
     def _prepared(self, stats: Stats) -> _Prepared:
         key = self.scheme, self.damp, self.rotate
         if key not in stats.kept:
             H = stats.hessian
             rotation = _rotation(len(H)).to(H.device) if self.rotate else None
-            if rotation is not None:
-                H = rotation(rotation(H.float()).T).T
-            by = factor(H, self.damp, act_order=False)
+            by = factor(H if rotation is None else _rotated(H, rotation), self.damp, act_order=False)
             stats.kept[key] = _Prepared(rotation, by, BlockFactor.of(by))
         found: _Prepared = stats.kept[key]
         return found
@@ -109,6 +120,11 @@ class Trellis(HessianConfig):
 def _rotation(K: int) -> Rotation:
     """Return the rotation of K inputs: the same in every matrix, so that it is computed once for q, k and v."""
     return Rotation.random(K, torch.Generator().manual_seed(_SEED + K))
+
+
+def _rotated(hessian: Tensor, rotation: Rotation) -> Tensor:
+    """Return the Hessian of the inputs after their rotation."""
+    return rotation(rotation(hessian.float()).T).T
 
 
 def _solved(b: Tensor, shared: _Prepared) -> Tensor:

@@ -18,8 +18,16 @@ from crelle.formats.trellis import COLUMNS, ROWS, STATE_BITS, STATES, UNIT, WEIG
 from crelle.kernels.cpu import solver
 from crelle.quantizers.solvers.gptq_solver import LDLFactor
 
-# The standard deviation of the values in that of the weights: a little more than 1, as values end and weights do not.
-_SPREAD = {1.0: 0.85, 1.5: 0.96, 2.0: 1.02, 2.5: 1.01, 3.0: 1.03, 3.5: 1.04, 4.0: 1.05}
+# Of Gaussian weights, by code and bits: the standard deviation of all values that leaves the least error, relative to
+# that of the weights, and the share of their variance that it leaves.
+_SPREAD = {
+    "pair": {1.0: 0.85, 1.5: 0.96, 2.0: 1.03, 2.5: 1.1, 3.0: 1.17, 3.5: 1.23, 4.0: 1.3},
+    "mul1": {1.0: 0.85, 2.0: 1.02, 3.0: 1.03, 4.0: 1.1},
+}
+LEFT = {
+    "pair": {1.0: 0.277, 1.5: 0.141, 2.0: 0.0731, 2.5: 0.0379, 3.0: 0.0197, 3.5: 0.0104, 4.0: 0.0056},
+    "mul1": {1.0: 0.277, 2.0: 0.0704, 3.0: 0.0177, 4.0: 0.0046},
+}
 _RANGE = 5.12  # of weights and values in standard deviations, as 16 bits of the C++ search hold them
 _CHUNK = 128  # inputs whose errors reach later ones by one product
 _SLAB = 64  # sequences that are searched at a time in torch: 17 MB of costs each
@@ -55,7 +63,7 @@ def encode(target: Tensor, by: BlockFactor, code: Code, bits: float) -> tuple[Te
     """Return codes [row blocks, column blocks, bytes] and scales f16 [N] for a target weight [N, K]."""
     N, K = target.shape
     size = target.square().mean(1).sqrt()
-    scale = (size / (code.std * UNIT) * _SPREAD[bits]).half().float().clamp(min=1e-7)
+    scale = (size / (code.std * UNIT) * _SPREAD[code.name][bits]).half().float().clamp(min=1e-7)
     pad = (0, -K % COLUMNS, 0, -N % ROWS)
     rows = torch.nn.functional.pad(target, pad) / (torch.nn.functional.pad(scale, (0, pad[3]), value=1) * UNIT)[:, None]
     values, rings = _search(rows, by, code, bits)

@@ -5,6 +5,7 @@ STEWeight   an affine grid; weights, scales and lows train with a straight-throu
                 dŵ/dw = 1      dŵ/dscale = q - v     dŵ/dlow = 0     inside the grid
                 dŵ/dw = 0      dŵ/dscale = q         dŵ/dlow = 1     outside
 STEMixed    the same for 2- and 4-bit groups with second-order scales (crelle.quantizers.training.mixed_ste)
+RowScales   trellis codes, rotated or not: one scale a row trains, the codes are fixed
 STEGrouped, STETwoLevel  the same for integers with outlier columns (crelle.quantizers.training.grouped_ste)
 ScaleTuner  codes are fixed, only the scales train (AlphaTuning): for every format whose `scales` are not empty
 
@@ -23,6 +24,8 @@ from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.grouped import GroupedTensor
 from crelle.formats.mixed import MixedTensor
+from crelle.formats.rotated import RotatedTensor
+from crelle.formats.trellis import TrellisTensor
 from crelle.formats.two_level import TwoLevelTensor
 from crelle.quantizers.solvers.grouping import TINY, from_groups, to_groups
 from crelle.quantizers.training.grouped_ste import STEGrouped, STETwoLevel
@@ -84,6 +87,29 @@ class ScaleTuner(TrainableWeight):
         return self.start.with_scales({name: t.half() for name, t in self._scales().items()})
 
 
+class RowScales(TrainableWeight):
+    """Fixed codes whose only scale is one a row: they are decoded once, not in every step."""
+
+    values: Tensor  # f32 [N, K], with scales of 1
+    unit: Tensor  # f32 [N, 1]
+
+    def __init__(self, start: QuantTensor) -> None:
+        super().__init__()
+        scale = start.scales()["scale"].float()
+        self.start = start
+        self.register_buffer("unit", scale.clamp(min=TINY).unsqueeze(1), persistent=False)
+        whole = start.with_scales({"scale": torch.ones_like(scale)}).dequantize(torch.float32)
+        self.register_buffer("values", whole, persistent=False)
+        self.scale = nn.Parameter(torch.ones_like(self.unit))
+
+    def forward(self) -> Tensor:
+        return as_f16(self.scale * self.unit) * self.values
+
+    @torch.no_grad()
+    def export(self) -> QuantTensor:
+        return self.start.with_scales({"scale": (self.scale * self.unit).squeeze(1).half()})
+
+
 def _units(scales: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the unit of each scale tensor: the step size of its group, or its own mean magnitude."""
     first = next(iter(scales.values())).abs()
@@ -101,11 +127,14 @@ STE_WEIGHTS: dict[str, Callable[[Any, Tensor | None], TrainableWeight]] = {
     MixedTensor.format: STEMixed,
     GroupedTensor.format: STEGrouped,
     TwoLevelTensor.format: STETwoLevel,
+    TrellisTensor.format: lambda start, weight: RowScales(start),
 }
 
 
 def trainable_weight(start: QuantTensor, weight: Tensor | None) -> TrainableWeight | None:
     """Return the module that trains a tensor's weights through the rounding; None where only its scales can train."""
+    if isinstance(start, RotatedTensor):  # of weights behind a rotation only scales can be trained
+        return RowScales(start) if isinstance(start.inner, TrellisTensor) else None
     make = STE_WEIGHTS.get(start.format)
     return None if make is None else make(start, weight)
 
