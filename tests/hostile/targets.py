@@ -12,7 +12,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from conftest import CHAT_TEMPLATE, TINY, write_tokenizer
-from foreign_packers import awq_gemm, awq_gemv, compressed, compressed_config, gptq, random_grid, write
+from foreign_packers import awq_gemm, awq_gemv, compressed, compressed_config, exl3, gptq, random_grid, write
 from gguf import GGUFWriter
 from target_base import Target, read_all
 from targets_files import FILE_TARGETS
@@ -36,7 +36,14 @@ from crelle.formats.storage.rust import panics_are
 from crelle.models.loader import read_spec
 from crelle.quantizers.pipeline import quantize
 
-DTYPES = {"i32": torch.int32, "i64": torch.int64, "f16": torch.float16, "f32": torch.float32, "i8": torch.int8}
+DTYPES = {
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "i8": torch.int8,
+}
 
 # GGUF ----------------------------------------------------------------------------------------------------------------
 
@@ -266,10 +273,13 @@ def encoded_target(_: Path) -> Target:
         case(compressed(grid), compressed_config(4, 16)),
         case(compressed(grid), named),
         case(compressed(g3, g_idx=True, dense=False), compressed_config(3, 16, actorder="group")),
+        case(exl3(128, 128, 2), {"quant_method": "exl3", "bits": 2.0}),
     ]
     words = [
         "m.qweight",
         "m.g_idx",
+        "m.su",
+        "m.mcg",
         "gptq_v2",
         "is_marlin_format",
         "channel",

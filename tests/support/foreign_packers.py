@@ -106,6 +106,13 @@ def awq_gemv(g: Grid, padding: int = 8) -> dict[str, Tensor]:
     return {"qweight": stream(g.codes, 4), "qzeros": stream(zero, 4), "scales": scale}
 
 
+def exl3(N: int, K: int, bits: int) -> dict[str, Tensor]:
+    """Any codes are a ring of states."""
+    tiles = torch.arange(K // 16 * (N // 16) * 16 * bits).mul(40503).to(torch.int16)
+    parts = {"trellis": tiles.reshape(K // 16, N // 16, 16 * bits), "mul1": torch.tensor(1, dtype=torch.int32)}
+    return {**parts, "suh": torch.ones(K).half(), "svh": torch.full((N,), 0.01).half()}
+
+
 def compressed(g: Grid, *, symmetric: bool = False, dense: bool = True, g_idx: bool = False) -> dict[str, Tensor]:
     per_word = None if dense else 32 // g.bits
     parts = {

@@ -99,11 +99,12 @@ def open_quantized(path: Path, config: dict[str, Any], declared: Any) -> Weights
     """Open a directory that another project quantized; `declared` is its quantization_config."""
     from crelle.formats.importers.awq import AWQDirectory
     from crelle.formats.importers.compressed_tensors import CompressedTensorsDirectory
+    from crelle.formats.importers.exl3 import Exl3Directory
     from crelle.formats.importers.gptq import GPTQDirectory
     from crelle.formats.importers.modelopt import ModelOptDirectory
     from crelle.formats.importers.mxfp4 import Mxfp4Directory
 
-    every = (GPTQDirectory, AWQDirectory, CompressedTensorsDirectory, ModelOptDirectory, Mxfp4Directory)
+    every = (GPTQDirectory, AWQDirectory, CompressedTensorsDirectory, ModelOptDirectory, Mxfp4Directory, Exl3Directory)
     readers: dict[str, Any] = {r.method: r for r in every}
     method = declared.get("quant_method") if isinstance(declared, dict) else declared
     if not isinstance(declared, dict) or not isinstance(method, str) or method not in readers:

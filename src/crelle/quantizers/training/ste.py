@@ -127,19 +127,22 @@ STE_WEIGHTS: dict[str, Callable[[Any, Tensor | None], TrainableWeight]] = {
     MixedTensor.format: STEMixed,
     GroupedTensor.format: STEGrouped,
     TwoLevelTensor.format: STETwoLevel,
-    TrellisTensor.format: lambda start, weight: RowScales(start),
 }
+
+
+def _row_scaled(start: QuantTensor) -> bool:
+    return isinstance(start.inner if isinstance(start, RotatedTensor) else start, TrellisTensor)
 
 
 def trainable_weight(start: QuantTensor, weight: Tensor | None) -> TrainableWeight | None:
     """Return the module that trains a tensor's weights through the rounding; None where only its scales can train."""
-    if isinstance(start, RotatedTensor):  # of weights behind a rotation only scales can be trained
-        return RowScales(start) if isinstance(start.inner, TrellisTensor) else None
+    if _row_scaled(start):
+        return RowScales(start)
     make = STE_WEIGHTS.get(start.format)
     return None if make is None else make(start, weight)
 
 
 def trainable(start: QuantTensor, weight: Tensor | None, what: str) -> TrainableWeight:
     """Return the module that trains `what` of a tensor: "scales", or "all" (weights too, where the format can)."""
-    module = trainable_weight(start, weight) if what == "all" else None
+    module = trainable_weight(start, weight) if what == "all" or _row_scaled(start) else None
     return ScaleTuner(start) if module is None else module
