@@ -120,11 +120,17 @@ def _array(t: Tensor | None) -> object:
     return None if t is None else t.detach().contiguous().numpy()
 
 
+def in_viterbi_order(values: Tensor, shift: int) -> Tensor:
+    """Return values [2^16, V] of states as `viterbi` takes them, int16 [V, 2^16]: by low bits, then the others."""
+    states, V = values.shape
+    return values.to(torch.int16).reshape(states >> shift, 1 << shift, V).permute(2, 1, 0).reshape(V, states)
+
+
 def viterbi(values: Tensor, roots: Tensor, x: Tensor, shift: int, *, fine: bool, window: int) -> Tensor:
     """Return the states uint16 [S, 128 / V] of the rings of a trellis that are nearest to x int16 [S, 128].
 
-    values int16 [2^16, V], roots f32 [columns, V, V]: state i has the values times roots[i % columns].
+    values: of `in_viterbi_order`; roots f32 [columns, V, V]: state i has the values times roots[i % columns].
     """
-    states = torch.empty(len(x), x.shape[1] // values.shape[1], dtype=torch.uint16)
+    states = torch.empty(len(x), x.shape[1] // len(values), dtype=torch.uint16)
     cpu.core().viterbi(_array(values), _array(roots), _array(x), shift, fine, window, states.numpy())
     return states

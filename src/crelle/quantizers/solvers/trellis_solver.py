@@ -85,6 +85,7 @@ def _search(rows: Tensor, by: BlockFactor, code: Code, bits: float) -> tuple[Ten
     N, K = rows.shape
     shift, V = code.shift(bits), code.weights
     values = code.values(torch.arange(STATES, device=rows.device)).float()  # [states, V]
+    ordered = solver.in_viterbi_order(values, shift)
     found, left = torch.empty_like(rows), torch.zeros_like(rows)
     rings = []
     for begin in range(0, K, _CHUNK):
@@ -96,7 +97,8 @@ def _search(rows: Tensor, by: BlockFactor, code: Code, bits: float) -> tuple[Ten
             cost = by.cost[b // COLUMNS].view(COLUMNS // V, V, COLUMNS // V, V)
             roots = _roots(cost.diagonal(dim1=0, dim2=2).permute(2, 0, 1))  # [states of a row, V, V]
             x = want.reshape(N // ROWS, ROWS, COLUMNS // V, 1, V) @ roots
-            states = paths(values, roots, x.reshape(N // ROWS, WEIGHTS // V, V), shift, code.std, fine=bits >= 3)
+            x = x.reshape(N // ROWS, WEIGHTS // V, V)
+            states = paths(values, roots, x, shift, code.std, fine=bits >= 3, ordered=ordered)
             found[:, here] = values[states].reshape(N, COLUMNS)
             left[:, here] = rows[:, here] - found[:, here]
             rings.append(rings_of(states, shift))
@@ -113,16 +115,20 @@ def _roots(cost: Tensor) -> Tensor:
     return torch.where((failed > 0)[:, None, None], flat, root)
 
 
-def paths(values: Tensor, roots: Tensor, x: Tensor, shift: int, unit: float, *, fine: bool) -> Tensor:
+def paths(
+    values: Tensor, roots: Tensor, x: Tensor, shift: int, unit: float, *, fine: bool, ordered: Tensor | None = None
+) -> Tensor:
     """Return the states int64 [S, n] of the rings nearest to x [S, n, V] in units of values, already times roots.
 
-    values [states, V], roots [columns, V, V]: state i has the values times roots[i % columns].
+    values [states, V], roots [columns, V, V]: state i has the values times roots[i % columns]. ordered: the same values
+    as the C++ search takes them, where they are at hand.
     """
     n = x.shape[1]
     if solver.usable(x):
         to = 32767 / (_RANGE * unit)
         given = (x * to).round_().clamp_(-32767, 32767).to(torch.int16).flatten(1)
-        return solver.viterbi(values.to(torch.int16), roots * to, given, shift, fine=fine, window=n).long()
+        ordered = solver.in_viterbi_order(values, shift) if ordered is None else ordered
+        return solver.viterbi(ordered, roots * to, given, shift, fine=fine, window=n).long()
     tables = torch.stack([values @ r for r in roots])  # [columns, states, V]
     return torch.cat([_paths(tables, x[s : s + _SLAB], shift) for s in range(0, len(x), _SLAB)])
 

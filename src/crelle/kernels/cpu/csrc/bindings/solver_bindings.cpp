@@ -245,7 +245,7 @@ void viterbi(In<int16_t, 2> values, In<float, 3> roots, In<int16_t, 2> x, int sh
              Out<uint16_t, 2> states) {
   const size_t columns = roots.shape(0), V = roots.shape(1), S = x.shape(0);
   require((V == 1 && shift >= 1 && shift <= 4) || (V == 2 && shift >= 2 && shift <= 8), "no such trellis");
-  require(values.shape(0) == size_t(kViterbiStates) && values.shape(1) == V, "values must be [states, V]");
+  require(values.shape(0) == V && values.shape(1) == size_t(kViterbiStates), "values must be [V, states]");
   require(roots.shape(2) == V && columns >= 1, "roots must be [columns, V, V]");
   require(x.shape(1) == 128 && states.shape(0) == S && states.shape(1) == 128 / V, "x must be [sequences, 128]");
   require(window >= 2, "the run around the beginning has at least two steps");

@@ -130,9 +130,9 @@ struct Viterbi {
   int shift, weights, columns;  // bits of its own that a state has; weights of a state: V
   bool fine;                    // small distances count more exactly, large ones all alike: for 3 bits and more
   int window;                   // steps of the run that decides where a ring begins
-  const int16_t *values;        // [states, V]
+  const int16_t *values;        // [V, states], in the order of viterbi.h
   const float *roots;           // [columns, V, V]
-  const int16_t *tables;        // [columns, V, states]: values times roots, in the order of viterbi.h
+  const int16_t *tables;        // [columns, V, states]: values times roots
   const int16_t *x;             // [sequences, 128]: the weights times roots
   uint16_t *states;             // [sequences, 128 / V], written
 

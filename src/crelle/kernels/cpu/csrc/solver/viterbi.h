@@ -199,14 +199,19 @@ struct Trellis {
     for (int i = 0; i < kSteps; ++i) p.states[size_t(sequence) * kSteps + i] = static_cast<uint16_t>(states[i]);
   }
 
-  // Tables [V][states] of one column: values [states][V] times root [V][V], in the order in which states are visited.
+  // Tables [V][states] of one column: values [V][states] times root [V][V]. Rounded by adding 1.5 * 2^23.
   static void tables(const Viterbi &p, int column, int16_t *to) {
     const float *const root = p.roots + size_t(column) * V * V;
-    for (int s = 0; s < kViterbiStates; ++s)
-      for (int v = 0; v < V; ++v) {
-        float c = 0;
-        for (int u = 0; u < V; ++u) c += p.values[s * V + u] * root[u * V + v];
-        to[size_t(v) * kViterbiStates + place(s)] = static_cast<int16_t>(saturated(int(__builtin_rintf(c))));
+    for (int v = 0; v < V; ++v)
+      for (int at = 0; at < kViterbiStates; ++at) {
+        float c = p.values[at] * root[v];
+        if constexpr (V == 2) c += p.values[kViterbiStates + at] * root[V + v];
+        c = c < -32767.0f ? -32767.0f : c;
+        c = c > 32767.0f ? 32767.0f : c;
+        c += 12582912.0f;
+        int32_t bits;
+        __builtin_memcpy(&bits, &c, sizeof bits);
+        to[size_t(v) * kViterbiStates + at] = static_cast<int16_t>(bits);
       }
   }
 };
