@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crelle.formats.trellis import COLUMNS, ROWS, STATE_BITS, STATES, UNIT, WEIGHTS, Code, rings_of
+from crelle.formats.trellis import COLUMNS, ROWS, STATES, UNIT, WEIGHTS, Code, rings_of
 from crelle.kernels.cpu import solver
 from crelle.quantizers.solvers.gptq_solver import LDLFactor
 
@@ -161,6 +161,3 @@ def _viterbi(tables: Tensor, x: Tensor, shift: int, ends: Tensor | None) -> Tens
         states[:, t] = (group << shift) | before[t].gather(1, group[:, None])[:, 0].long()
         group = states[:, t] & (low - 1)
     return states
-
-
-assert STATE_BITS == 16
