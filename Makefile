@@ -51,7 +51,7 @@ test: setup lint
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -rs
 
 test-slow: setup
-	$(BIN)/pytest -m "not gpu and not vllm" -o faulthandler_timeout=0
+	$(BIN)/pytest --every-case -m "not gpu and not vllm" -o faulthandler_timeout=0
 
 # The plugin in a real vLLM (its CPU build), in an environment of its own: vLLM pins what others need otherwise. Not in
 # CI: 3.5 GB to install. Warnings of vLLM and what it imports are not ours to fix.
@@ -98,16 +98,16 @@ CORE_BUILD ?= -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
 sanitize: setup
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake -S . -B build/sanitize $(CORE_BUILD) -DCRELLE_SANITIZE=address,undefined
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake --build build/sanitize
-	$(ASAN) $(BIN)/pytest tests/kernels -k "(cpu or nonfinite) and not pool and not without_the_core"
-	$(ASAN) $(BIN)/pytest tests/engine/test_llm_threads.py
+	$(ASAN) $(BIN)/pytest --every-case tests/kernels -k "(cpu or nonfinite) and not pool and not without_the_core"
+	$(ASAN) $(BIN)/pytest --every-case tests/engine/test_llm_threads.py
 
 # Threads that share decoders, weights, activations and one LLM. Only our core is instrumented; tsan.supp names the
 # libraries whose own synchronization the sanitizer therefore cannot see.
 tsan: setup
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake -S . -B build/tsan $(CORE_BUILD) -DCRELLE_SANITIZE=thread
 	PATH=$(CURDIR)/$(BIN):$$PATH cmake --build build/tsan
-	$(TSAN) $(BIN)/python -m pytest -s tests/kernels/cpu/threads/test_cpu_*.py -k "not forked"
-	$(TSAN) $(BIN)/python -m pytest -s tests/engine/test_llm_threads.py
+	$(TSAN) $(BIN)/python -m pytest -s --every-case tests/kernels/cpu/threads/test_cpu_*.py -k "not forked"
+	$(TSAN) $(BIN)/python -m pytest -s --every-case tests/engine/test_llm_threads.py
 
 valgrind: setup
 	PYTHONMALLOC=malloc valgrind --quiet --error-exitcode=1 --suppressions=tests/kernels/cpu/threads/valgrind.supp $(BIN)/python tests/kernels/cpu/threads/small_case.py build/cp*/_core*.so

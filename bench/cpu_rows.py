@@ -72,7 +72,7 @@ def candidates(w: QuantTensor) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--scheme", action="append", required=True, help="uniform:BITS or bcq:BITS")
     parser.add_argument("--shape", nargs="*", default=SHAPES)

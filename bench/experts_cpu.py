@@ -138,7 +138,7 @@ def measured(shape: str, scheme: str, threads: int, turns: int, steps: int) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--scheme", default="rtn:bits=4,group=64")
     parser.add_argument("--shape", nargs="*", default=list(SHAPES), choices=list(SHAPES))

@@ -76,7 +76,7 @@ def on_gpu(out: Path) -> dict[str, Command]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device", choices=("cpu", "gpu"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=20.0, help="for all of it, the report included")

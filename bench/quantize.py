@@ -1,5 +1,6 @@
 """Time and peak memory of quantizing SmolLM2-135M, one process a scheme: `python bench/quantize.py [OUT.json]`."""
 
+import argparse
 import json
 import os
 import resource
@@ -11,7 +12,7 @@ from pathlib import Path
 SCHEMES = ("rtn:bits=4,group=64", "bcq:bits=2,group=64", "bcq:bits=3,group=64", "bcq:bits=4,group=64")
 
 
-def main() -> None:
+def main(out: Path | None) -> None:
     from crelle.bench.environment import environment
     from crelle.eval.smollm2 import smollm2
 
@@ -37,10 +38,12 @@ def main() -> None:
         row = {"scheme": scheme, "seconds": report["seconds"], "peak_gigabytes": peak}
         rows.append({**row, "bits_per_weight": report["bits_per_weight"]})
         print(f"{scheme:24} {row['seconds']:6.1f} s   {peak:.2f} GB   {report['bits_per_weight']:.3f} bits per weight")
-    if len(sys.argv) > 1:
+    if out:
         result = {**environment(), "command": "python bench/quantize.py", "rows": rows}
-        Path(sys.argv[1]).write_text(json.dumps(result, indent=2) + "\n")
+        out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path, metavar="OUT.json")
+    main(**vars(parser.parse_args()))

@@ -12,8 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -28,13 +27,11 @@ import hypothesis
 import in_process
 import pytest
 import safetensors.torch
+import sampled_cases
 import torch
 from alarm import at_most
 
 from crelle.kernels import cpu
-
-hypothesis.settings.register_profile("crelle", deadline=None)  # a busy machine is no failure
-hypothesis.settings.load_profile("crelle")
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("CRELLE_DATA", ROOT.parent / "shared" / "data"))
@@ -56,17 +53,34 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-case", action="store_true", help="run also the cases that `sample` leaves out")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest; leave all but every n-th case of `@pytest.mark.sample(n)` to `make test-slow`."""
+    """Begin with the longest; leave to `make test-slow` what `@pytest.mark.sample(n)` does not choose."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
-    cases: Counter[str] = Counter()
+    if sampled_cases.every_case:
+        return
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if sample := item.get_closest_marker("sample"):
-            test = item.nodeid.partition("[")[0]
-            if cases[test] % sample.args[0]:
-                item.add_marker(pytest.mark.slow)
-            cases[test] += 1
+        if item.get_closest_marker("sample") and not any(map(item.get_closest_marker, ("slow", "gpu", "vllm"))):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for test, same in tests.items():
+        marker = same[0].get_closest_marker("sample")
+        assert marker is not None
+        chosen = sampled_cases.sampled_cases(test, [parameters(item) for item in same], marker.args[0])
+        for i in set(range(len(same))) - chosen:
+            same[i].add_marker(pytest.mark.slow)
+
+
+def parameters(item: pytest.Item) -> list[tuple[str, Hashable]]:
+    """Return the parameters of a case and their values, by index where a value is no word and no number."""
+    if (spec := getattr(item, "callspec", None)) is None:
+        return []
+    simple = (str, int, float)
+    return [(name, v if isinstance(v, simple) else ("index", spec.indices[name])) for name, v in spec.params.items()]
 
 
 def pytest_collection_finish() -> None:
@@ -97,6 +111,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    sampled_cases.every_case = config.getoption("--every-case")
+    # A busy machine is no failure: no deadline.
+    hypothesis.settings.register_profile("crelle", deadline=None, max_examples=sampled_cases.share_of(100))
+    hypothesis.settings.load_profile("crelle")
     if not in_process.WORKER:
         config.pluginmanager.register(FailuresAtOnce(config), "failures-at-once")
 

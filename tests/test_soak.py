@@ -25,7 +25,7 @@ def soak() -> Any:
     return module
 
 
-@pytest.mark.parametrize("seconds", [20, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.slow)])
 def test_mixed_traffic_with_faults_loses_nothing(soak: Any, seconds: int, tiny_model: Path, tmp_path: Path) -> None:
     real = DATA / "stories15M"
     source, group = (real, 32) if real.is_dir() else (tiny_model, 24)

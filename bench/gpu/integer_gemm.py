@@ -11,7 +11,7 @@ x is encoded already. CONFIGS: also time tile configs around the chosen one. Eve
 outputs against integer_reference, and bitwise equal reruns. Then graph replays over more weights than L2 holds.
 """
 
-import sys
+import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -159,4 +159,10 @@ def main(out: Path, shapes: str = SHAPES, rows: str = ROWS, schemes: str = "", c
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    parser.add_argument("shapes", nargs="?", default=SHAPES, help="N x K of the matrices, e.g. 4096x4096,14336x4096")
+    parser.add_argument("rows", nargs="?", default=ROWS, help="tokens, e.g. 16,64,512")
+    parser.add_argument("schemes", nargs="?", default="", help="e.g. atom-w4a8,w8a8; all of them where it is missing")
+    parser.add_argument("configs", nargs="?", default="", help="1: also time tile configs around the chosen ones")
+    main(**vars(parser.parse_args()))

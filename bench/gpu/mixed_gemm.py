@@ -11,8 +11,8 @@ CONFIGS: also time the tile configs below. Everything is checked against f64 (51
 then timed by graph replays over more weights than L2 holds.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -134,4 +134,9 @@ def main(out: Path, shapes: str = SHAPES, rows: str = ROWS, configs: str = "") -
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    parser.add_argument("shapes", nargs="?", default=SHAPES, help="N x K of the matrices, e.g. 4096x4096,14336x4096")
+    parser.add_argument("rows", nargs="?", default=ROWS, help="tokens, e.g. 16,64,512")
+    parser.add_argument("configs", nargs="?", default="", help="1: also time tile configs around the chosen ones")
+    main(**vars(parser.parse_args()))

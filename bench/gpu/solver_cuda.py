@@ -14,7 +14,7 @@ milliseconds, with the peak of allocated bytes. OUT.json is written after each s
 SECONDS is left out, and said so.
 """
 
-import sys
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -164,11 +164,8 @@ def layer(shapes: dict[str, Any]) -> float | None:
     return round(total / 1000, 3)
 
 
-def main() -> None:
+def main(out: Path, shapes: str, seconds: float) -> None:
     begin = perf_counter()
-    out = Path(sys.argv[1])
-    shapes = (sys.argv[2] if len(sys.argv) > 2 else SHAPES).split(",")
-    seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 110.0
     if reason := cuda.available():
         raise SystemExit(f"the CUDA kernels cannot run: {reason}")
     torch.set_grad_enabled(False)
@@ -176,7 +173,7 @@ def main() -> None:
     result |= {"against_torch": checked_against_torch(*CHECKED), "shapes": {}, "left_out": []}
     write_result(out, result)
     known: dict[int, tuple[Tensor, LDLFactor, dict[str, Any]]] = {}
-    for shape in shapes:
+    for shape in shapes.split(","):
         if perf_counter() - begin > seconds:
             result["left_out"].append(shape)
             continue
@@ -197,4 +194,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    parser.add_argument("shapes", nargs="?", default=SHAPES, help="N x K of the matrices, e.g. 4096x4096,14336x4096")
+    parser.add_argument("seconds", nargs="?", type=float, default=110.0, help="begin no shape after that")
+    main(**vars(parser.parse_args()))

@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace, layers: int, what: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", default="llama3-8b")
     parser.add_argument("--layers", default="2,6")

@@ -76,7 +76,7 @@ def run(name: str, source: Path, args: argparse.Namespace, results: Ratios) -> N
 def main() -> None:
     from crelle.eval.smollm2 import smollm2
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("--only", help=f"some of {', '.join(CASES)}")

@@ -99,7 +99,7 @@ def one(case: dict[str, Any], plan: dict[str, str], data: Path, device: str, mem
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("--only", default="", help="a regular expression for what to run, like 'auto.* 192 rows'")

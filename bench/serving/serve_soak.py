@@ -387,7 +387,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--faulty-server"]:
         faulty_server(float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
         return
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60)

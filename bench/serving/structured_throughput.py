@@ -36,7 +36,7 @@ PEOPLE = {"type": "array", "items": PERSON, "minItems": 1000}
 
 
 def main() -> None:
-    read = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    read = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     read.add_argument("model")
     read.add_argument("out", type=Path)
     read.add_argument("--batch", type=int, default=16)

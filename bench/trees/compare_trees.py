@@ -97,7 +97,7 @@ def run(tree: Path, arguments: str) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=["cpu", "cuda"])
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)

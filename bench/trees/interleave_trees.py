@@ -97,7 +97,7 @@ def ask(process: "subprocess.Popen[str]", name: str) -> float:
 def main() -> None:
     from crelle.bench.environment import write_result
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("out", type=Path)

@@ -24,7 +24,7 @@ SCHEMES = {"rtn4": "rtn:bits=4", "bcq3": "bcq:bits=3", "nested": "bcq-nested:bit
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["record", "check"])
     parser.add_argument("checkpoints", type=Path)
     parser.add_argument("file", type=Path)

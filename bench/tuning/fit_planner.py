@@ -4,8 +4,8 @@ python bench/tuning/fit_planner.py            print the constants, for CONSTANTS
 python bench/tuning/fit_planner.py OUT.json   write measured and estimated milliseconds of every step
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,17 @@ def row(m: Measured) -> dict[str, Any]:
     }
 
 
-def main(out: str | None) -> None:
+def main(out: Path | None) -> None:
     if out is None:
         for name, value in fit(RESULTS).items():
             print(f'    "{name}": {value:.5g},')
         return
     head = '{\n "command": "python bench/tuning/fit_planner.py OUT.json",\n "rows": [\n  '
     rows = ",\n  ".join(json.dumps(row(m)) for m in measured_steps(RESULTS))
-    Path(out).write_text(f"{head}{rows}\n ]\n}}\n", encoding="utf-8")
+    out.write_text(f"{head}{rows}\n ]\n}}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path, metavar="OUT.json")
+    main(**vars(parser.parse_args()))

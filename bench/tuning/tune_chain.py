@@ -8,6 +8,7 @@ is checked here: `crelle bench decode` refuses to time a model whose tokens are 
 for single products.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -149,9 +150,8 @@ def tune(shape: str, scheme: str, layers: int) -> tuple[dict[Problem, GemvTileCo
     return configs.chosen, configs.weights
 
 
-def main() -> None:
-    shape, scheme = sys.argv[1:3]
-    chosen, weights = tune(shape, scheme, int(sys.argv[3]) if len(sys.argv) > 3 else 8)
+def main(shape: str, scheme: str, layers: int) -> None:
+    chosen, weights = tune(shape, scheme, layers)
     for (N, K, epilogue), config in chosen.items():
         w = weights[N, K, epilogue]
         codes = w.kind not in (ScaleKind.BCQ, ScaleKind.BCQ_SYMMETRIC)
@@ -160,4 +160,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape")
+    parser.add_argument("scheme")
+    parser.add_argument("layers", nargs="?", type=int, default=8)
+    main(**vars(parser.parse_args()))

@@ -6,6 +6,7 @@ Every config is checked against f64 first; each problem's configs are timed by g
 weights than L2 holds.
 """
 
+import argparse
 import json
 import sys
 from dataclasses import astuple, replace
@@ -85,8 +86,7 @@ def replays(calls: list, rounds: int = 9) -> float:  # type: ignore[type-arg]
     return sorted(times)[rounds // 2]
 
 
-def main() -> None:
-    out, limit = Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 1e9
+def main(out: Path, seconds: float) -> None:
     begun, best = perf_counter(), []
     small = {
         s: {
@@ -102,7 +102,7 @@ def main() -> None:
     }
     jit.compile_all(sorted(wanted))
     for s, P, N, K, M in PROBLEMS:
-        if perf_counter() - begun > limit:
+        if perf_counter() - begun > seconds:
             break
         plain = random_matrix(parse(SCHEMES[s].format(P)), N, K, random_generator(1, torch.device("cuda")))
         w = lay_out(plain)
@@ -136,4 +136,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    parser.add_argument("seconds", nargs="?", type=float, default=1e9, help="begin no problem after that")
+    main(**vars(parser.parse_args()))

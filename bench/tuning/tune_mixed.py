@@ -8,8 +8,8 @@ Each config is run with and without outliers, and in mixed_gemv.cu with scales d
 unit ahead (async).
 """
 
+import argparse
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -128,4 +128,8 @@ def main(out: Path, shapes: str = SHAPES, tokens: str = TOKENS) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    parser.add_argument("shapes", nargs="?", default=SHAPES, help="N x K of the matrices, e.g. 4096x4096,14336x4096")
+    parser.add_argument("tokens", nargs="?", default=TOKENS, help="e.g. 1,4")
+    main(**vars(parser.parse_args()))

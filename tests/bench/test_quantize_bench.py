@@ -99,6 +99,7 @@ def test_schemes_without_data_are_measured_too() -> None:
     assert WRITE in cost.layer_seconds[0]
 
 
+@pytest.mark.slow  # with training: above
 def test_several_processes_are_measured_together() -> None:
     options = ("--scheme", "gptq:bits=3,group=24", "--layers", "2", "--rows", "4", "--length", "16")
     done = succeed("bench", "quantize", "--shape", "tiny", *options, "--devices", "cpu,cpu", "--json")

@@ -75,6 +75,7 @@ def test_a_checkpoint_is_trained_and_its_curve_drawn(small_model: Path, tmp_path
 
 
 @pytest.mark.parametrize("tune", ["short", "full"])
+@pytest.mark.sample(2)
 def test_quantizing_with_training_leaves_its_losses_and_a_plot(small_model: Path, tmp_path: Path, tune: str) -> None:
     out, scheme = tmp_path / "q", f"mixed:four=0.25,tune={tune},steps=3,end=4,own=2"
     report = json.loads(succeed("quantize", small_model, out, "--scheme", scheme, *SMALL, "--json").out)

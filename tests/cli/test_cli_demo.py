@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import TINY
 from in_process import Result, run, succeed
 from PIL import Image
 from rich.console import Console
@@ -17,7 +18,7 @@ from rich.table import Table
 import crelle.cli.demo
 from crelle import LLM, Sampling
 from crelle.bench import decode_cuda
-from crelle.bench.model_shapes import RandomWeights
+from crelle.bench.model_shapes import SHAPES, RandomWeights
 from crelle.cli.demo import _LABELS, PLAIN, PROMPT, SCHEMES
 from crelle.cli.views.demo_shape import decode_rows, shape_table
 from crelle.errors import CapacityError, CrelleError
@@ -107,14 +108,16 @@ def test_sample_that_looks_like_markup_is_shown_as_it_is(
     assert PROMPT + said in demo(tmp_path / "out", text).out
 
 
-def test_a_real_shape_is_timed_beside_fp16_and_what_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_is_timed_beside_fp16_and_what_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 192, "head_dim": 32, "intermediate_size": 512}
+    monkeypatch.setitem(SHAPES, "small", {**TINY, **small})  # type: ignore[arg-type]
     schemes, device = ("fp16", *SCHEMES), torch.device("cpu")
-    rows = decode_rows(schemes, device, "smollm2-135m", layers=1)
+    rows = decode_rows(schemes, device, "small", layers=1)
     assert [r.scheme for r in rows] == list(schemes)
     assert [r.note for r in rows] == [None] * 4
     sizes = [r.gigabytes or 0 for r in rows]
     assert sizes[0] > sizes[1] > sizes[2] > sizes[3] > 0
-    shown = printed(shape_table(rows, _LABELS, "smollm2-135m"))
+    shown = printed(shape_table(rows, _LABELS, "small"))
     assert re.search(r"fp16 .* 1\.00 ", shown)
     assert all(label in shown for label in _LABELS.values())
 
@@ -122,7 +125,7 @@ def test_a_real_shape_is_timed_beside_fp16_and_what_does_not_fit_says_so(monkeyp
         raise CapacityError("too large")
 
     monkeypatch.setattr(decode_cuda, "measure", refuse)
-    rows = decode_rows(schemes[:1], device, "smollm2-135m", layers=1)
+    rows = decode_rows(schemes[:1], device, "small", layers=1)
     assert rows[0].note == "too large"
     assert "does not fit" in printed(shape_table(rows, _LABELS))
 

@@ -35,6 +35,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "scheme", ["rtn:bits={},group=32,symmetric=true", "rtn:bits={},group=24", "rtn:bits={},group=row"]
 )
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.sample(3)
 def test_export_then_import_is_bit_equal(source: Path, tmp_path: Path, bits: int, scheme: str, version: int) -> None:
     made = open_weights(quantize(source, tmp_path / "q", scheme.format(bits)).out)
     if version == 1 and any(zero_is_zero(made.matrix(m)) for m in made.specs):  # type: ignore[attr-defined]

@@ -89,6 +89,7 @@ def test_act_order_runs_layer_by_layer_and_says_so(tmp_path: Path) -> None:
 
 
 @every_model
+@pytest.mark.sample(2)
 def test_keep_is_a_lossless_conversion(tmp_path: Path, case: str) -> None:
     theirs, plain = write(tmp_path, case)
     report = quantize(theirs, tmp_path / "out", "keep")
@@ -108,6 +109,7 @@ def test_keep_is_a_lossless_conversion(tmp_path: Path, case: str) -> None:
 
 
 @every_model
+@pytest.mark.sample(3)
 def test_they_can_be_quantized_anew(tmp_path: Path, case: str) -> None:
     theirs, plain = write(tmp_path, case)
     scheme = "rtn:bits=3,group=32"
@@ -138,6 +140,7 @@ def test_inspect_tells_what_was_decided(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0], ids=lambda k: k.name)
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.sample(2)
 def test_a_gguf_file_is_kept_without_loss(tmp_path: Path, arch: str, kind: Type) -> None:
     file = tiny.write_tiny_gguf(tmp_path / "m.gguf", arch, kind=kind)
     in_process.succeed("quantize", file, tmp_path / "out", "--scheme", "keep")

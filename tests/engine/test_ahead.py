@@ -16,6 +16,7 @@ from emulated_cuda import emulate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_single import GREEDY, TEXTS, WARM, alone, assert_all_as_alone, tokens
+from sampled_cases import share_of
 
 from crelle import LLM
 from crelle.engine.engine import Engine, Handle
@@ -86,7 +87,7 @@ def heard(handle: Handle, events: list[Any]) -> list[list[int]]:
 
 
 @patch("crelle.engine.faults.FAILED_STEPS", 10**9)  # faults in a row are part of it
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=share_of(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_traffic_gives_everyone_the_tokens_of_one_alone(nested: LLM, data: st.DataObject) -> None:
     """Few pages, arrivals at any step, cancellations, faults, stop strings, end tokens, drafts, some need logits."""

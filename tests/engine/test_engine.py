@@ -14,6 +14,7 @@ from conftest import quantized_copy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_single import GREEDY, TEXTS, WARM, alone, assert_all_as_alone, assert_empty, tokens
+from sampled_cases import share_of
 
 from crelle import LLM, Sampling
 from crelle.engine.async_engine import AsyncEngine
@@ -66,7 +67,7 @@ def test_greedy_tokens_are_those_of_generate(llm: LLM) -> None:
 
 
 @patch("crelle.engine.faults.FAILED_STEPS", 10**9)  # faults in a row are part of it
-@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=share_of(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_traffic_gives_everyone_the_tokens_of_one_alone(llm: LLM, nested: LLM, data: st.DataObject) -> None:
     """Few pages, small budgets, arrivals at any step, cancellations, faults, n texts, three precisions."""

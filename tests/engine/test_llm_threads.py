@@ -104,6 +104,7 @@ def nested(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kv", [16, 8, 4])
 @pytest.mark.parametrize("weights", ["plain", "coded", "nested"])
+@pytest.mark.sample(3)
 def test_threads_get_the_answers_of_one_alone(
     tiny_model: Path, coded: Path, nested: Path, weights: str, kv: int
 ) -> None:
@@ -119,6 +120,7 @@ def stories(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kv", [16, 4])
+@pytest.mark.sample(2)
 def test_threads_get_the_answers_of_one_alone_on_a_real_model(stories: Path, kv: int) -> None:
     as_alone(LLM.load(stories, device="cpu", kv=kv), rounds=1, lengths=(2, 9))
 

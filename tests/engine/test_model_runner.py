@@ -169,7 +169,7 @@ if cpu.available() is None:
 
 @pytest.mark.parametrize("core", [True, False], ids=["core", "layers"])
 @pytest.mark.parametrize(("name", "scheme", "kernel", "kv"), CASES, ids=lambda v: str(v))
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(
     load: Any, name: str, scheme: str, kernel: str | None, kv: str, core: bool
 ) -> None:

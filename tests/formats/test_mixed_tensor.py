@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled_cases import share_of
 from torch import Tensor
 
 from crelle.errors import FormatError
@@ -51,7 +52,7 @@ def dequantized(w: MixedTensor) -> Tensor:
     return out
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=share_of(60))
 @given(
     N=st.integers(1, 40),
     C=st.integers(1, 12),

@@ -41,7 +41,7 @@ def run(name: str, scratch: Path, count: int, seed: int) -> Report:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_changed_inputs_are_read_or_refused_with_a_sentence(name: str, scratch: Path) -> None:
-    report = run(name, scratch, 80 if name in SLOW else 160, seed=1)
+    report = run(name, scratch, 40 if name in SLOW else 80, seed=1)
     assert report.kept > report.seeds, "no input reached anything new"
     assert 0 < report.accepted < report.inputs
 
@@ -100,6 +100,7 @@ def test_nesting_is_deep_but_never_too_deep_for_json() -> None:
         (lambda: [None] * 10**12, "MemoryError"),
     ],
 )
+@pytest.mark.sample(2)
 def test_a_finding_names_the_input_that_made_it(fault: Any, words: str) -> None:
     def target(value: int) -> None:
         if value == 7:

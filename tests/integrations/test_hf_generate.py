@@ -26,6 +26,7 @@ def imported_gptq(source: Path, to: Path, text: CalibrationData) -> Path:
 
 
 @pytest.mark.parametrize("scheme", ["bcq:bits=3,group=32,rounds=2", "mixed:four=0.25,outliers=0.002,refine=0", "keep"])
+@pytest.mark.sample(3)
 def test_greedy_tokens_equal_those_of_crelle(scheme: str, data: Path, tmp_path: Path) -> None:
     """Of the engine that `crelle generate` runs; "keep" is an imported GPTQ model of 3 bits."""
     source = data / "stories15M"

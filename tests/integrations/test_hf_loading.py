@@ -120,6 +120,7 @@ def test_quantized_embedding_and_head(family: str, tied: bool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sample(2)
 def test_families(family: str, tmp_path: Path) -> None:
     """Also those that our engine does not run; saved and loaded again bit for bit."""
     source = write_model(family, tmp_path / "m")

@@ -21,6 +21,7 @@ def load(path: Path, *args: object, **options: object) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sample(3)
 def test_the_same_bits_as_quantize(family: str, tmp_path: Path) -> None:
     source = write_model(family, tmp_path / "m")
     made = quantize(source, tmp_path / "q", "rtn:bits=4,group=16", overrides={"*att*": "bcq:bits=3,group=16,rounds=1"})

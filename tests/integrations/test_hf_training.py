@@ -107,6 +107,7 @@ def test_lora_reaches_the_parts_of_a_joined_linear(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", DENSE)
+@pytest.mark.sample(2)
 def test_dequantize_gives_a_plain_model_with_the_same_logits(family: str, tmp_path: Path) -> None:
     made = crelle.quantize(write_model(family, tmp_path / "m"), tmp_path / "q", SCHEME, head=SCHEME).out
     model = load(made)

@@ -32,6 +32,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sample(3)
 def test_two_ranks_equal_one(ranks: Found, case: str) -> None:
     gate, up, down = matrices(case)
     h = activate(Product([gate, up], torch.float32)(inputs()))

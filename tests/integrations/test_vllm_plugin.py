@@ -96,26 +96,39 @@ def test_files_are_read_once_and_again_when_they_change(made: Path, monkeypatch:
             verify_once(made)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "raise ImportError('no module of that name')",
-        "raise RuntimeError('libcudart.so.12: cannot open\\nmore lines')",
-        "raise AttributeError('torch has no attribute x')",
-        "import torch; raise OSError(2, 'no such file')",
-        "assert False",
-    ],
-)
-def test_whatever_fails_at_registration_leaves_vllm_alone(body: str, tmp_path: Path) -> None:
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text(body)
-    code = "import logging; logging.basicConfig(); from crelle.integrations.vllm import register; register()"
-    done = python(code, path=tmp_path)
-    assert done.returncode == 0, done.stderr
+_BROKEN = [
+    "raise ImportError('no module of that name')",
+    "raise RuntimeError('libcudart.so.12: cannot open\\nmore lines')",
+    "raise AttributeError('torch has no attribute x')",
+    "import torch; raise OSError(2, 'no such file')",
+    "assert False",
+]
+_REGISTER = """
+import logging, os, sys
+import torch  # once: the forks have it
+logging.basicConfig()
+for folder in sys.argv[1:]:
+    if os.fork() == 0:
+        sys.path.insert(0, folder)
+        from crelle.integrations.vllm import register
+        register()
+        sys.stderr.flush()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_whatever_fails_at_registration_leaves_vllm_alone(tmp_path: Path) -> None:
+    for i, body in enumerate(_BROKEN):
+        (tmp_path / f"{i}" / "vllm").mkdir(parents=True)
+        (tmp_path / f"{i}" / "vllm" / "__init__.py").write_text(body)
+    done = python(_REGISTER, *(str(tmp_path / f"{i}") for i in range(len(_BROKEN))))
+    assert done.stdout.split() == ["0"] * len(_BROKEN), done.stderr
     lines = done.stderr.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("WARNING:vllm.crelle:")
-    assert "Crelle checkpoints cannot be served: " in lines[0]
+    assert len(lines) == len(_BROKEN)
+    for line in lines:
+        assert line.startswith("WARNING:vllm.crelle:")
+        assert "Crelle checkpoints cannot be served: " in line
 
 
 def test_the_plugin_registers_without_a_word() -> None:

@@ -21,6 +21,8 @@ from cpu_models import mixed_weight, nearest_group
 from crelle.kernels.cpu import core
 from crelle.kernels.cpu.kernel import Cpu, Precision
 
+pytestmark = pytest.mark.sample(8)
+
 VALUES = [math.nan, math.inf, -math.inf]
 ROWS = [1, 3, 6, 40]  # of x: one, those of a step, by digits in tiles, by tiles
 KINDS = [("bcq", 1), ("bcq", 3), ("bcq without z", 2), ("uniform", 2), ("uniform", 4), ("uniform", 8)]  # every stream

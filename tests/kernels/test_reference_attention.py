@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled_cases import share_of
 from torch import Tensor
 
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv.pages import KVFormat, KVPages, hadamard
 from crelle.kernels.reference_attention import append, attend
 
-quick = settings(deadline=None, max_examples=25)
+quick = settings(deadline=None, max_examples=share_of(25))
 TOLERANCE = 1e-5  # sums of f32 in another order
 FORMATS = [
     *("kv16", "kv8", "kv4", "kv4:group=64", "kv4:rotate=false", "kv4:page=8"),

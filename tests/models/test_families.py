@@ -155,6 +155,7 @@ TEXT = CalibrationData(text="All that glitters is not gold, and many a man his l
         ("auto:bits=4.5,steps=1", 0.7),
     ],
 )
+@pytest.mark.sample(2)
 def test_quantized(scheme: str, most: float, path: Path, tmp_path: Path) -> None:
     """By every kind of scheme: close to the model where bits are many; the checkpoint needs no other names any more."""
     quantize(path, tmp_path / "q", scheme, text=TEXT, device="cpu")

@@ -221,6 +221,7 @@ TEXT = CalibrationData(text="All that glitters is not gold, and many a man his l
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.quantized])
 @pytest.mark.parametrize("scheme", ["rtn:bits=8,group=32", "gptq:bits=8,group=32"])
+@pytest.mark.sample(3)
 def test_quantized_saved_loaded_and_generated_from(
     case: str, scheme: str, paths: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.Q5_1])
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.sample(3)
 def test_grids_of_gguf_stay_as_they_are(name: str, kind: Type, tmp_path: Path) -> None:
     """A checkpoint that keeps them multiplies by them; its logits are those of the dequantized weights."""
     path = write_gguf(tmp_path / "m.gguf", CONFIGS[name], arrays(make(name)), kind=kind)

@@ -202,6 +202,7 @@ def check(before: Tensor, after: Tensor, touched: list[bool], exact: bool = True
 @pytest.mark.parametrize("kernel", [None, "cpu-int8", "reference"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", WRITERS)
+@pytest.mark.sample(3)
 def test_a_model_tells_who_is_concerned(
     family: str, scheme: str, kernel: str | None, value: float, spoiled: Spoiled
 ) -> None:
@@ -231,6 +232,7 @@ def test_a_model_tells_who_is_concerned(
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("how", ["core", "layers", "layers, not invariant"])
 @pytest.mark.parametrize(("family", "scheme"), [("llama", SCHEMES[1]), ("llama", "f32"), ("opt", SCHEMES[2])])
+@pytest.mark.sample(3)
 def test_a_batch_tells_who_is_concerned(family: str, scheme: str, how: str, value: float, spoiled: Spoiled) -> None:
     model = spoiled(family, scheme, value)
     decoder, exact = model.decoder, how != "layers, not invariant"
@@ -261,6 +263,7 @@ def test_a_batch_tells_who_is_concerned(family: str, scheme: str, how: str, valu
 @pytest.mark.skipif(available() is not None, reason="needs the C++ extension")
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.sample(3)
 def test_tokens_before_it_in_a_prompt_are_not_concerned(scheme: str, value: float, spoiled: Spoiled, isa: str) -> None:
     model = spoiled("llama", scheme, value)
     decoder: Any = model.decoder

@@ -26,6 +26,8 @@ from crelle.quantizers.calibration.calibrate import Calibrator
 from crelle.quantizers.pipeline import Calibration
 from crelle.quantizers.schemes.awq import AWQ
 
+pytestmark = pytest.mark.sample(2)
+
 # The largest difference of a logit, of size about 1; `cpu` rounds activations to 16 bits.
 TOLERANCE = {"transformers": 1e-4, "cache": 2e-5, "reference": 2e-5, "dequantized": 2e-5, "cpu": 1e-3}
 CPU = torch.device("cpu")

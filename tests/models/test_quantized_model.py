@@ -37,6 +37,7 @@ def kernels() -> list[str]:
 
 @pytest.mark.parametrize("kernel", kernels())
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.sample(3)
 def test_logits_equal_those_of_the_dequantized_weights(
     scheme: str, kernel: str, tiny_model: Path, tmp_path: Path
 ) -> None:

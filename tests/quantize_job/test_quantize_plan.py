@@ -3,12 +3,11 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import write_tiny_model
 
 from crelle.errors import FormatError
@@ -17,21 +16,13 @@ from crelle.quantize_job.data import CalibrationData
 from crelle.quantize_job.run import quantize
 from crelle.quantizers.schemes.auto import Auto
 
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # said once on CPUs without bf16 products
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:mkldnn_matmul"),  # said once on CPUs without bf16 products
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # its threads are not needed after the fork
+]
 AUTO = "auto:bits=4.5,steps=2"
 FULL = "auto:bits=4.5,tune=full,steps=2,end=2,own=2"
 TEXT = CalibrationData(text="It was a small text to calibrate on, and to train on as well. " * 40, rows=4, length=32)
-
-KILLED = """
-import os, signal, sys
-from crelle.quantize_job.data import CalibrationData
-from crelle.quantize_job.run import quantize
-text = CalibrationData(text="It was a small text to calibrate on, and to train on as well. " * 40, rows=4, length=32)
-def progress(done, total, what):
-    if what.startswith(sys.argv[4]):
-        os.kill(os.getpid(), signal.SIGKILL)
-quantize(sys.argv[1], sys.argv[2], sys.argv[3], text=text, device="cpu", progress=progress)
-"""
 
 
 @pytest.fixture
@@ -44,10 +35,19 @@ def run(model: Path, out: Path, scheme: str = AUTO, **options: Any) -> Any:
 
 
 def killed(model: Path, out: Path, at: str, scheme: str = AUTO) -> None:
-    """Run in a process of its own, which ends by kill -9 when its progress comes to something."""
-    arguments = [sys.executable, "-c", KILLED, str(model), str(out), scheme, at]
-    done = subprocess.run(arguments, check=False, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    """Run in a fork of this process, which ends by kill -9 when its progress comes to something."""
+
+    def progress(done: int, total: int, what: str) -> None:
+        if what.startswith(at):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if (pid := os.fork()) == 0:
+        try:
+            torch.set_num_threads(1)  # those of this process are not in its fork
+            run(model, out, scheme, progress=progress)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
 def contents(directory: Path) -> dict[str, bytes]:

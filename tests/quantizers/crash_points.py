@@ -1,14 +1,15 @@
 """Kill a quantizing run at every step that touches the disk, take it up again, and compare with an undisturbed run.
 
-    python crash_points.py SOURCE DIRECTORY
+    python crash_points.py SOURCE DIRECTORY EVERY
 
 A script of its own, because it forks: a process that has only just loaded torch can be copied in no time, so that every
-step can have its death. A step is a write (which dies half way), an fsync, a rename or a deletion. Prints one JSON
-object for runs into a fresh place and for runs that overwrite: how many deaths there were, and what was wrong after
-which.
+step, or one in EVERY, can have its death. A step is a write (which dies half way), an fsync, a rename or a deletion.
+Prints one JSON object for runs into a fresh place and for runs that overwrite: how many steps and deaths there were,
+and what was wrong after which.
 """
 
 import builtins
+import itertools
 import json
 import os
 import shutil
@@ -89,24 +90,24 @@ def die_at(step: int) -> None:
     io.open = mortal_open  # type: ignore[attr-defined]
 
 
-def main(source: Path, directory: Path) -> dict[str, Any]:
+def main(source: Path, directory: Path, every: int) -> dict[str, Any]:
     new, old = directory / "new", directory / "old"
     quantize(source, new, SCHEME)
     quantize(source, old, OTHER)
-    return {mode: die_everywhere(source, new, old, directory / mode, mode == "overwrite") for mode in MODES}
+    return {mode: die_everywhere(source, new, old, directory / mode, mode == "overwrite", every) for mode in MODES}
 
 
-def die_everywhere(source: Path, new: Path, old: Path, directory: Path, overwrite: bool) -> dict[str, Any]:
+def die_everywhere(source: Path, new: Path, old: Path, directory: Path, overwrite: bool, every: int) -> dict[str, Any]:
     directory.mkdir()
     wanted, before = contents(new), contents(old)
     wrong: list[str] = []
     deaths = 0
-    while True:
-        out = directory / f"{deaths}"
+    for step in itertools.count(1, every):
+        out = directory / f"{step}"
         if overwrite:
             shutil.copytree(old, out)
 
-        def dying(out: Path = out, step: int = deaths + 1) -> None:
+        def dying(out: Path = out, step: int = step) -> None:
             die_at(step)
             quantize(source, out, SCHEME, overwrite=overwrite)
 
@@ -114,25 +115,25 @@ def die_everywhere(source: Path, new: Path, old: Path, directory: Path, overwrit
             break
         deaths += 1
         if code != -signal.SIGKILL:
-            wrong.append(f"step {deaths}: the run was to be killed and ended with {code}")
+            wrong.append(f"step {step}: the run was to be killed and ended with {code}")
             break
         places = [p for p in (out, *replaced_copies(out)) if p.exists()]
         if overwrite and not any(contents(p) in (before, wanted) for p in places):
-            wrong.append(f"step {deaths}: neither the old nor the new one is there")
+            wrong.append(f"step {step}: neither the old nor the new one is there")
         if out.exists() and contents(out) not in ([before, wanted] if overwrite else [wanted]):
-            wrong.append(f"step {deaths}: something unfinished stands under the name")
+            wrong.append(f"step {step}: something unfinished stands under the name")
         finished = out.exists() and contents(out) == wanted
         try:
             if not finished:
                 quantize(source, out, SCHEME, resume=True, overwrite=overwrite)
             if contents(out) != wanted:
-                wrong.append(f"step {deaths}: the resumed run gave other bytes")
+                wrong.append(f"step {step}: the resumed run gave other bytes")
         except Exception as e:
-            wrong.append(f"step {deaths}: the resumed run ended with {type(e).__name__}: {e}")
+            wrong.append(f"step {step}: the resumed run ended with {type(e).__name__}: {e}")
         shutil.rmtree(out, ignore_errors=True)
-    return {"deaths": deaths, "wrong": wrong}
+    return {"steps": step, "deaths": deaths, "wrong": wrong}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
-    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))
+    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))))

@@ -50,7 +50,7 @@ def test_block_by_block(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "low_memory"), [("all", False), ("scales", False), ("all", True)], ids=["all", "scales", "low memory"]
 )
-@pytest.mark.sample(3)
+@pytest.mark.slow  # of which test_block_by_block is the first part
 def test_block_by_block_then_end_to_end(tmp_path: Path, train: str, low_memory: bool) -> None:
     """Killed in the training of a layer, of the whole model, and while its next state is written."""
     kills = [IN_BLOCKS, IN_TRAINING, ["save", 1]]

@@ -302,17 +302,19 @@ def test_resume_with_another_version_is_refused(model: Path, tmp_path: Path, mon
         quantize(model, tmp_path / "a", SCHEME, resume=True)
 
 
-def test_death_at_any_step_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 5])
+def test_death_at_any_step_loses_nothing(every: int, tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "m", num_hidden_layers=2, hidden_size=24, intermediate_size=40, head_dim=4)
     (tmp_path / "work").mkdir()
     script = Path(__file__).with_name("crash_points.py")
-    command = [sys.executable, script, source, tmp_path / "work"]
+    command = [sys.executable, script, source, tmp_path / "work", str(every)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result.keys() == {"fresh", "overwrite"}
-    assert result["fresh"]["deaths"] > 40
-    assert result["overwrite"]["deaths"] > result["fresh"]["deaths"]
+    assert result["fresh"]["steps"] > 40
+    assert result["overwrite"]["steps"] > result["fresh"]["steps"]
+    assert all(found["deaths"] == (found["steps"] - 1) // every for found in result.values())
     assert {mode: found["wrong"] for mode, found in result.items()} == {"fresh": [], "overwrite": []}
 
 
@@ -335,6 +337,7 @@ for _ in range(3):
 """  # starts the command line three times, each in a process that need not load torch again
 
 
+@pytest.mark.slow  # at the places of one step in five: above
 def test_a_run_killed_at_three_places_ends_in_the_same_bytes(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 12, "hidden_size": 48, "intermediate_size": 64, "head_dim": 8}
     source, out = write_tiny_model(tmp_path / "m", **sizes), tmp_path / "out"

@@ -95,6 +95,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("name", LOADS)
+@pytest.mark.sample(2)
 def test_no_callback_of_the_loop_takes_long(server: Running, longest: list[tuple[float, str]], name: str) -> None:
     """20 ms of processor time at most; 64 x 16,000 token ids took 2.4 s, an answer of 64,000 logprobs 0.2 s."""
     path, body, code = LOADS[name]
@@ -179,6 +180,7 @@ INFO = ModelInfo("tiny", CONTEXT, 259, (), 8 * CONTEXT, 8, 16, PROMPTS)
     ("kind", "share"),
     [("ids", 1 / 5), ("one list", 1 / 5), ("floats", 1 / 5), ("one text", 3)],  # a string is read as a whole
 )
+@pytest.mark.sample(4)
 def test_bodies_of_8_megabytes_are_read_in_short_calls(kind: str, share: float) -> None:
     """Python's own parser makes one call of it: the bound is a share of that call, on the same machine."""
     body = {

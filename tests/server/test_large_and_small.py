@@ -32,6 +32,7 @@ def server(llm: LLM) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.sample(2)
 def test_small_requests_are_answered_while_large_ones_wait(
     server: Running, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampled_cases import share_of
 from schemathesis.checks import CHECKS, load_all_checks
 from tiny_server import nested_llm, serving
 
@@ -71,7 +72,7 @@ def json_schema(kinds: tuple[type, ...]) -> tuple[dict[str, Any], set[str]]:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=share_of(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_checker_agrees_with_json_schema(name: str, data: st.DataObject) -> None:
     """Bodies that are valid but for some parameters; jsonschema_rs is the oracle."""

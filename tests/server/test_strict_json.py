@@ -7,6 +7,7 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from crelle.errors import NumericsError
 from crelle.server.errors import ApiError
 from crelle.server.requests import GenerationRequest
 from crelle.server.responses import ResponseBuilder
+from crelle.server.schema.response_schemas import PromptLogprob
 from crelle.server.schema.strict_json import _LARGE, _Pieces, dumps, dumps_log, encode, encode_large, parse
 from crelle.server.token_text import TokenTexts
 
@@ -163,6 +165,12 @@ def test_values_that_json_does_not_have_are_not_written(write: Any, value: Any) 
 def test_large_values_are_written_as_small_ones(value: Any) -> None:
     assert encode_large(value) == encode(value)
     assert repr(json.loads(encode(value))) == repr(value)
+
+
+def test_prompt_logprobs_of_long_prompts_are_written() -> None:
+    """Longer than a slice; the first token has none."""
+    value = [None, *({"7": PromptLogprob(-0.5, i, "a")} for i in range(1, 1000))]
+    assert encode_large(value) == msgspec.json.encode(value)
 
 
 def test_names_that_are_not_unicode_can_be_written() -> None:

@@ -99,6 +99,7 @@ def test_calls_are_found_however_the_text_comes(
 
 @pytest.mark.parametrize("form", ["hermes", "llama", "mistral"])
 @pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.sample(2)
 def test_what_the_grammar_allows_the_parser_reads(form: Format, parallel: bool) -> None:
     """The grammar's own sentences: a walk through it by the random model's tokens."""
     from crelle import Sampling

@@ -3,13 +3,15 @@
 import json
 from pathlib import Path
 
+from conftest import write_tiny_model
 from in_process import run, succeed
 
 TEXT = "Once upon a time there was a fox who ran over the hill and came back home again. " * 40
 SMALL = ("--rows", "4", "--length", "32", "--threads", "1")
 
 
-def test_a_row_for_each_part(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_row_for_each_part(tmp_path: Path) -> None:
+    tiny_model = write_tiny_model(tmp_path / "m", num_hidden_layers=1)
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     measured = ("--text", text, "--calib", text, "--context", "32", "--tokens", "64", *SMALL)

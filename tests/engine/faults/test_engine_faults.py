@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from fault_injection import AHEAD, REQUESTS, WAVES, Asked, Fault, Panic, ask, assert_sound, played_engine, tokens
 from reference_single import assert_empty
+from sampled_cases import share_of
 
 from crelle import LLM, Sampling
 from crelle.engine.async_engine import AsyncEngine
@@ -24,7 +25,7 @@ from crelle.errors import CapacityError
 
 ERRORS = [ValueError, MemoryError, Panic, SystemExit, KeyboardInterrupt, GeneratorExit]
 OUTERMOST = ("engine:step", "engine:_guarded")  # nothing of the engine's is around them
-PLACES = 100  # of a default sweep
+PLACES = share_of(100)  # of a sweep
 # A fault in a generator that is being closed is Python's to ignore.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from conftest import write_tiny_model
+from sampled_cases import share_of
 
 from crelle import LLM, Sampling
 from crelle.engine.engine import Engine
@@ -16,7 +17,7 @@ from crelle.engine.sampling.grammar import GrammarSpec, one_of
 from crelle.errors import CapacityError, CrelleError, SchemeError
 from crelle.kernels.threads import set_threads
 
-SCHEMAS = 240
+SCHEMAS = share_of(240)
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sampled_cases import share_of
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -21,7 +22,7 @@ from crelle.errors import SchemeError
 
 END = frozenset({7, 60})
 CPU = torch.device("cpu")
-quick = settings(deadline=None, max_examples=60)
+quick = settings(deadline=None, max_examples=share_of(60))
 logit_lists = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=30)
 
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sampled_cases import share_of
 
 from crelle.engine.block_manager import BlockManager, BlockTable, Copy
 from crelle.errors import SchemeError
@@ -282,4 +283,4 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+TestPages.settings = settings(deadline=None, max_examples=share_of(150), stateful_step_count=40)

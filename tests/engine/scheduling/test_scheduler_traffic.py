@@ -5,6 +5,7 @@ from fake_model import END, VOCABULARY, Runner, alone, request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sampled_cases import share_of
 
 from crelle.engine.block_manager import BlockManager
 from crelle.engine.scheduler import Scheduler, Step
@@ -169,4 +170,4 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(deadline=None, max_examples=200, stateful_step_count=30)
+TestTraffic.settings = settings(deadline=None, max_examples=share_of(200), stateful_step_count=30)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from known_drafts import ALWAYS, draft_known
 from reference_single import GREEDY, TEXTS, alone, assert_all_as_alone, assert_empty, tokens
+from sampled_cases import share_of
 
 from crelle import LLM
 from crelle.engine.engine import Engine, Handle
@@ -127,7 +128,10 @@ def test_every_cache_and_executor_verifies_to_the_last_bit(
 
 
 @settings(
-    max_examples=25, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=share_of(25),
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_few_pages_preemptions_and_prefixes_change_nothing(nested: LLM, data: st.DataObject) -> None:

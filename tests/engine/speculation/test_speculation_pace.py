@@ -161,6 +161,7 @@ class Replay:
 
 @pytest.mark.parametrize("sequences", [1, 4, 12])
 @pytest.mark.parametrize(("right", "slope"), [(0.95, 0.1), (0.9, 0.3), (0.5, 0.1), (0.5, 0.6), (0.0, 0.1), (0.0, 1.0)])
+@pytest.mark.sample(3)
 def test_an_engine_is_never_much_slower_and_faster_where_guesses_are_right(
     right: float, slope: float, sequences: int
 ) -> None:

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from sampled_cases import share_of
 
 from crelle.errors import CapacityError, FormatError
 from crelle.formats.activations import ActivationSpec
@@ -20,7 +21,9 @@ from crelle.formats.storage.ownership import INDEX, JOURNAL
 
 SPEC = {"format": "grouped", "shape": [4, 32], "bits": 4, "group": 16, "outliers": 16, "outlier_bits": 8}
 SPEC |= {"permuted": True, "activation": ActivationSpec(4, 16, 16, 8, 0.9).to_json()}
-MATRICES = 25_000  # of 4 tensors each: 100,000 names in two shards; one spec in JSON, indented, has 450 bytes
+MATRICES = share_of(
+    25_000
+)  # of 4 tensors each: 100,000 names in two shards, or a third of it; one spec in JSON, indented, has 450 bytes
 RECIPE = {"scheme": "atom"}
 
 

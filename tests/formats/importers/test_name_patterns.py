@@ -6,6 +6,7 @@ import pytest
 from alarm import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled_cases import share_of
 
 from crelle.errors import UnsupportedError
 from crelle.formats.importers.name_patterns import NamePattern
@@ -50,7 +51,7 @@ class TooLongError(Exception):
     """Python's search goes on and on."""
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=share_of(500))
 @given(pattern=patterns, names=st.lists(st.text("ab0._", max_size=7), min_size=1, max_size=5))
 def test_random_patterns_match_as_in_python(pattern: str, names: list[str]) -> None:
     theirs, ours = re.compile(pattern), NamePattern(pattern)

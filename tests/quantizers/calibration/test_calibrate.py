@@ -187,6 +187,7 @@ RESUMED = ("gptq:bits=3,group=24", "hbcq:bits=2,group=24", "auto:bits=3.5,steps=
 
 
 @pytest.mark.parametrize("scheme", RESUMED)
+@pytest.mark.sample(2)
 def test_a_calibrated_run_that_died_ends_in_the_same_bytes(small_model: Path, tmp_path: Path, scheme: str) -> None:
     text = CalibrationData(text=TEXT, rows=4, length=32)
     quantize(small_model, tmp_path / "whole", scheme, text=text, device="cpu")
@@ -221,6 +222,7 @@ def test_without_a_text_it_is_pythons_documentation(small_model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("bits", [1.9, 2.35, 3.1, 4.6])
+@pytest.mark.sample(2)
 def test_auto_stays_within_its_bits(tiny_model: Path, tmp_path: Path, bits: float) -> None:
     scheme = f"auto:bits={bits},steps=1"
     report = quantize(
@@ -265,6 +267,7 @@ SCHEMES = [
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.sample(2)
 def test_the_bits_reported_are_the_bytes_on_disk(small_model: Path, tmp_path: Path, scheme: str) -> None:
     report = quantize(
         small_model, tmp_path / "q", scheme, text=CalibrationData(text=TEXT, rows=4, length=32), device="cpu"

@@ -144,6 +144,7 @@ SCHEMES = ("gptq:bits=3,group=16", "auto:bits=3.5,steps=3", "awq:bits=4,group=16
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.sample(2)
 def test_a_model_with_an_expert_without_tokens_is_quantized(model: Path, tmp_path: Path, scheme: str) -> None:
     """And it is said once for all layers, of which a run that was interrupted wrote the first."""
 

@@ -187,6 +187,7 @@ for line in sys.stdin:
 """  # starts the command line once for every line that it reads, in a process that need not load torch again
 
 
+@pytest.mark.slow  # in this process: above
 def test_a_guided_run_that_is_killed_ends_in_the_same_bytes(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 8, "hidden_size": 48, "intermediate_size": 64, "head_dim": 8}
     source, out, text = write_tiny_model(tmp_path / "m", **sizes), tmp_path / "out", tmp_path / "text"

@@ -227,6 +227,7 @@ TEXT = CalibrationData(text="The quick brown fox jumps over the lazy dog. " * 80
 
 
 @pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[2], f"atom:{SMALL},tune=short,steps=4"])
+@pytest.mark.sample(2)
 def test_a_model_is_quantized_and_runs(tiny_model: Path, tmp_path: Path, scheme: str) -> None:
     quantize(tiny_model, tmp_path / "q", scheme, text=TEXT, device="cpu")
     made = Checkpoint(tmp_path / "q")

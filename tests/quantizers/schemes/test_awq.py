@@ -102,6 +102,7 @@ def layer_errors(model: Path, config: AWQ | RTN) -> dict[str, float]:
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.sample(3)
 def test_a_layer_has_less_error_than_rounded(bits: int, clip: bool, model: Path) -> None:
     awq = layer_errors(model, AWQ(bits=bits, group=24, clip=clip))
     rtn = layer_errors(model, RTN(bits=bits, group=24))
@@ -165,6 +166,7 @@ def logits(path: Path) -> torch.Tensor:
     return model(TOKENS[:2], model.new_cache(2))
 
 
+@pytest.mark.sample(2)
 def test_the_checkpoint_runs_as_the_model_did(model: Path, tmp_path: Path) -> None:
     full = logits(model)
 

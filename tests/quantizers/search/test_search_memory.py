@@ -54,6 +54,7 @@ def measured(
         SearchMemory(stride=4, sums=4 * 72 * 72 * 6),
     ],
 )
+@pytest.mark.sample(3)
 def test_what_is_computed_again_is_the_same(deep: CalibrationModel, memory: SearchMemory, measure: Measure) -> None:
     assert measured(deep, memory, measure) == measured(deep, SearchMemory(), measure)
 

@@ -11,7 +11,7 @@ from crelle.quantizers.schemes import bcq
 from crelle.quantizers.schemes.gptq import GPTQ
 from crelle.quantizers.solvers.alternating_ls import SortedGroups, squared_error
 
-pytestmark = pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ core")
+pytestmark = [pytest.mark.skipif(cpu.available() is not None, reason="needs the C++ core"), pytest.mark.sample(3)]
 
 
 def groups(R: int, G: int, seed: int = 0) -> Tensor:

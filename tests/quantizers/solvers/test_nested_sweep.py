@@ -14,6 +14,8 @@ from crelle.quantizers.schemes.nested import Nested
 from crelle.quantizers.solvers.gptq_solver import factor, mixing
 from crelle.quantizers.solvers.nested_sweep import NestedGrids, nearest_nested, sweep_nested
 
+pytestmark = pytest.mark.sample(4)
+
 SIZES = [(1, 1), (1, 16), (16, 64), (37, 50), (100, 203)]
 PRECISIONS = [(4, 2), (1, 1), (4, 4), (3, 2), (4, 1), (8, 5), (8, 8), (6, 1), (8, 1)]  # bits, the lowest
 every_isa = pytest.mark.parametrize("isa", cpu.core().isas() if cpu.available() is None else [])

@@ -22,6 +22,8 @@ from crelle.quantizers.solvers.mixed_solver import (
 )
 from crelle.quantizers.solvers.sweep import LevelTable, sweep_levels
 
+pytestmark = pytest.mark.sample(4)
+
 SIZES = [(1, 16), (16, 64), (37, 50), (100, 203)]
 every_isa = pytest.mark.parametrize("isa", cpu.core().isas() if cpu.available() is None else [])
 

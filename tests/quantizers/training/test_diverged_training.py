@@ -46,6 +46,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("train", ["scales", "all"])
 @pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.sample(2)
 def test_the_command_stops_and_out_is_as_before(
     train: str, low_memory: bool, checkpoint: Path, steps_taken: list[int], tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def checkpoint(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.mark.parametrize("what", ["scales", "all"])
+@pytest.mark.sample(2)
 def test_the_loss_falls_as_it_does_the_fast_way(checkpoint: Path, tiny_model: Path, tmp_path: Path, what: str) -> None:
     training = Training(steps=40, batch=8, rate=3e-2, scale_rate=1e-2, half=False)
     losses = {}

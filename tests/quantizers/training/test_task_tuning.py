@@ -54,6 +54,7 @@ def shards(path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", LINES)
 @pytest.mark.parametrize("scheme", ["bcq:bits=2,group=32,rounds=2", "rtn:bits=3,group=32"])
+@pytest.mark.sample(2)
 def test_scales_learn_a_task_and_are_all_that_changes(bert: Path, tmp_path: Path, kind: str, scheme: str) -> None:
     base = quantize(bert, tmp_path / "base", scheme).out
     task = read_task(write_task(tmp_path / "task", kind))

@@ -111,6 +111,7 @@ def fails_once(server: Running, want: str, path: str = "/v1/completions", **body
     ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
+@pytest.mark.sample(3)
 def test_faults_before_a_request_runs(
     server: Running, want: str, breaks: Break, where: type, name: str, body: dict[str, Any], error: type[BaseException]
 ) -> None:
@@ -194,6 +195,7 @@ def test_faults_before_a_stream_has_begun_have_their_status(
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
+@pytest.mark.sample(3)
 def test_faults_in_a_stream_that_has_begun_are_events(
     server: Running, want: str, breaks: Break, where: type, name: str, first: int, error: type[BaseException]
 ) -> None:

@@ -220,7 +220,9 @@ def encode(value: Any) -> bytes:
     try:
         if isinstance(value, msgspec.Struct):
             return _encoder.encode(value)
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        # A slice of prompt_logprobs is a list of None and of dictionaries, in which there are structs.
+        plain = msgspec.to_builtins
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=plain).encode()
     except UnicodeEncodeError:  # half of a surrogate pair, as in a file name that is not UTF-8: escaped it can be sent
         return json.dumps(msgspec.to_builtins(value), allow_nan=False, separators=(",", ":")).encode()
 

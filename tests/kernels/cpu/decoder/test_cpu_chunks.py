@@ -26,7 +26,7 @@ from crelle.kernels.cpu.kernel import Cpu
 from crelle.kernels.executor import Chunk
 from crelle.quantizers.scheme import parse
 
-pytestmark = pytest.mark.usefixtures("threads_as_before")
+pytestmark = [pytest.mark.usefixtures("threads_as_before"), pytest.mark.sample(3)]
 SCHEMES = ["fp16", "rtn:bits=4,group=24", "bcq:bits=3,group=24", "rtn:bits=8,group=24", "mixed:group=16,outliers=0.01"]
 WIDTH = 12  # pages of a sequence
 

@@ -31,7 +31,7 @@ from crelle.kernels.cpu.fused_decoder import (
 from crelle.kernels.cpu.kernel import CpuWeight
 from crelle.kernels.spec import ExpertsSpec
 
-pytestmark = pytest.mark.usefixtures("threads_as_before")
+pytestmark = [pytest.mark.usefixtures("threads_as_before"), pytest.mark.sample(3)]
 _WIDE = {"width": 128}
 SPEC = decoder(
     layer(experts=ExpertsSpec(count=6, top=2), inner=64, bias=True),

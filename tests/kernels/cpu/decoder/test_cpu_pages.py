@@ -16,7 +16,7 @@ from crelle.models.cache import key_centers_of
 from crelle.models.decoder import DecoderModel
 from crelle.models.loader import build
 
-pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+pytestmark = [pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available())), pytest.mark.sample(3)]
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -131,7 +131,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     ],
     ids=str,
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_a_row_does_not_depend_on_who_steps_beside_it(
     text: str, dtype: torch.dtype, heads: tuple[int, int], threads: Callable[[int], None]
 ) -> None:

@@ -30,7 +30,7 @@ from cpu_models import (
 from crelle.kernels.cpu import _core
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
 
-pytestmark = pytest.mark.usefixtures("threads_as_before")
+pytestmark = [pytest.mark.usefixtures("threads_as_before"), pytest.mark.sample(3)]
 CONTEXT = 1300  # three chunks of 512
 
 

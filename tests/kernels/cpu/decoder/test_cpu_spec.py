@@ -18,7 +18,7 @@ from crelle.kernels.cpu.executor import supports
 from crelle.kernels.cpu.fused_decoder import FusedDecoder, ModelParts, Paged
 from crelle.kernels.spec import DecoderSpec
 
-pytestmark = pytest.mark.usefixtures("threads_as_before")
+pytestmark = [pytest.mark.usefixtures("threads_as_before"), pytest.mark.sample(3)]
 TOLERANCE = 1e-5  # relative, of the norm of logits
 
 

@@ -17,7 +17,7 @@ from test_cpu_matmul import PRECISIONS, SHAPES, inputs, product, weight
 
 from crelle.kernels.cpu import _core
 
-pytestmark = pytest.mark.usefixtures("threads_as_before")
+pytestmark = [pytest.mark.usefixtures("threads_as_before"), pytest.mark.sample(3)]
 
 ROUNDING = 2e-6
 # Sets that multiply all planes and mixed matrices by f32 tiles; the generic one has the vectors that Arm has.

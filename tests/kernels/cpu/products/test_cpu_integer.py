@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampled_cases import share_of
 from torch import Tensor
 
 from crelle.formats.activations import ActivationSpec
@@ -29,7 +30,7 @@ from test_integer_reference import (
     weight,
 )
 
-pytestmark = pytest.mark.usefixtures("threads_as_before")
+pytestmark = [pytest.mark.usefixtures("threads_as_before"), pytest.mark.sample(6)]
 
 NAME = "cpu-integer"
 Case = tuple[str, int, int, int, int, int]
@@ -172,7 +173,7 @@ def test_sums_of_extreme_codes_are_exact(isa: str) -> None:
         torch.testing.assert_close(product(x, w).double(), wanted, rtol=1e-6, atol=0)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=share_of(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_shape_and_format(isa: str, data: st.DataObject) -> None:
     draw = data.draw

@@ -21,7 +21,7 @@ from cpu_models import error, mixed_weight, nearest_group
 
 from crelle.kernels.cpu import _core
 
-pytestmark = pytest.mark.usefixtures("threads_as_before")
+pytestmark = [pytest.mark.usefixtures("threads_as_before"), pytest.mark.sample(6)]
 
 # Relative error (Frobenius) of x @ W.T that each precision may have on Gaussian inputs.
 TOLERANCE: dict[Precision, float] = {"int8": 1.5e-2, "exact": 1e-4}

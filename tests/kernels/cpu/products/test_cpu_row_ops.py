@@ -17,7 +17,7 @@ from crelle.kernels.cpu import _core, row_ops
 from crelle.kernels.spec import Activation, RopeSpec
 from crelle.models import rope
 
-pytestmark = pytest.mark.usefixtures("threads_as_before", "isa")
+pytestmark = [pytest.mark.usefixtures("threads_as_before", "isa"), pytest.mark.sample(3)]
 
 F32, BF16 = torch.float32, torch.bfloat16
 TYPES = (F32, BF16)

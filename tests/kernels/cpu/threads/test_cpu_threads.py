@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import write_tiny_model
+from sampled_cases import share_of
 from torch import Tensor
 
 from crelle.formats.bcq import UniformTensor
@@ -33,7 +34,6 @@ from crelle.models.decoder import DecoderModel
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
-SECONDS = 2.0  # of each race
 PAD = 4096  # elements of sentinel on either side of an array
 SENTINEL = 77  # a value of any dtype that no test writes
 
@@ -95,8 +95,9 @@ def sequence(decoder: FusedDecoder, kv: Cache, tokens: Tensor, prompt: int) -> T
 @pytest.fixture
 def together() -> Callable[..., None]:
     """Run functions in threads, again and again for some seconds; the first exception of any of them is raised."""
+    seconds = share_of(6) / 3
 
-    def run(*work: Callable[[], Any], seconds: float = SECONDS) -> None:
+    def run(*work: Callable[[], Any]) -> None:
         end, failed, begin = time.monotonic() + seconds, threading.Event(), threading.Barrier(len(work))
 
         def loop(one: Callable[[], Any]) -> None:
@@ -140,7 +141,7 @@ def test_threads_with_caches_of_their_own(threads: int, model: DecoderModel, tog
         tokens, kv = some_tokens(1, length, seed=seed)[0], make()
         work.append(check(kv, tokens, sequence(decoder, kv, tokens, 5)))
     try:
-        together(*work, seconds=3.0)
+        together(*work)
     finally:
         assert guarded.overwritten() == 0
 

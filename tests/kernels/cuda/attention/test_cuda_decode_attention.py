@@ -37,6 +37,7 @@ EMULATED = [
 @pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("head_size", [72, 128])
+@pytest.mark.sample(2)
 def test_attention_compiles(arch: str, head_size: int) -> None:
     plan = decode_attention.tile_config(1, 32, 8, head_size, 4096, processors=132)
     built = jit.compile(*decode_attention.attend_variant(plan, head_size, torch.float16, arch == "sm_90a"), arch)
@@ -100,6 +101,7 @@ def test_attention_matches_oracle(case: tuple[object, ...], turn: int) -> None:
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("case", EMULATED, ids=str)
+@pytest.mark.sample(3)
 def test_emulated_attention_matches_oracle(
     case: tuple[object, ...], turn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,6 +197,7 @@ def test_paged_says_what_it_does_not_take() -> None:
 @pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 @pytest.mark.parametrize("arch", jit.ARCHITECTURES)
 @pytest.mark.parametrize("fmt", ["kv16", "kv4", "kv3", "k4v2"])
+@pytest.mark.sample(4)
 def test_paged_kernels_compile(arch: str, fmt: str) -> None:
     form = KVFormat.parse(fmt)
     plan = paged_attention.tile_config(form, 128, 32, 32, 128, 1024, processors=132)

@@ -68,7 +68,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "D", "group"), CASES)
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_append_stores_the_bits_of_the_reference_and_attention_reads_them(text: str, D: int, group: int) -> None:
     fmt, heads, lengths = KVFormat.parse(text), 2, [70, 1, 33]
     table = torch.randperm(15, generator=torch.Generator().manual_seed(1)).int().view(3, 5)
@@ -91,6 +91,7 @@ def test_append_stores_the_bits_of_the_reference_and_attention_reads_them(text: 
 
 
 @pytest.mark.parametrize("text", ["kv16", "kv8", "kv4", "kv3", "kv2", "k4v2", "k8v3"])
+@pytest.mark.sample(2)
 def test_read_gives_what_the_pages_hold(text: str) -> None:
     fmt = KVFormat.parse(text)
     table = torch.randperm(10, generator=torch.Generator().manual_seed(1)).int().view(2, 5)
@@ -104,6 +105,7 @@ def test_read_gives_what_the_pages_hold(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["kv16", "kv8", "kv4", "kv3", "k4v2"])
+@pytest.mark.sample(5)
 def test_sums_of_a_long_context_lose_nothing_to_truncation(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor cores truncate sums: what all channels lose alike H gathers in one of them, sqrt(D) times as large."""
     monkeypatch.setattr(paged_attention, "load", lambda *what: EmulatedKernel(*what, truncates=True))
@@ -119,6 +121,7 @@ def test_sums_of_a_long_context_lose_nothing_to_truncation(text: str, monkeypatc
 
 
 @pytest.mark.parametrize(("text", "heads", "warps"), [("kv4", 4, 16), ("kv4", 1, 16), ("kv16", 4, 12)])
+@pytest.mark.sample(2)
 def test_large_blocks_share_a_sequence(text: str, heads: int, warps: int) -> None:
     """Several threads add the parts of a channel, and some warps have no tokens."""
     fmt, n, D = KVFormat.parse(text), 1100, 128
@@ -147,6 +150,7 @@ def test_splits_beyond_the_tokens_count_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("text", ["kv4", "kv3", "k4v2"])
+@pytest.mark.sample(2)
 def test_windows_and_padding(text: str) -> None:
     fmt, lengths = KVFormat.parse(text), [100, 0, 40]
     pages, table = poisoned(fmt, 24, 2, 64), torch.randperm(24, generator=torch.Generator().manual_seed(0)).int()

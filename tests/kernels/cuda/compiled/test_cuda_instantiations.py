@@ -98,10 +98,10 @@ FILES = sorted({file for arch in jit.ARCHITECTURES for file, _ in instantiations
 
 @pytest.mark.parametrize("file", FILES)
 def test_every_template_compiles_and_a_sample_stays_in_registers(file: str) -> None:
-    """All variants of a source that changed, eight of each template of the others."""
+    """Six variants of each template of a source that changed, one of the others."""
     found = [v for v in instantiations("sm_90a") if v[0] == file]
     changed = changed_sources(jit.SOURCES) or set()
-    some = found if changed & jit._sources(file).keys() else sampled(found, 8)
+    some = sampled(found, 6 if changed & jit._sources(file).keys() else 1)
     check_variants(some, "sm_90a", sampled(some))
 
 
@@ -172,7 +172,7 @@ def pieces_end(expression: str) -> int:
     return warps * stages * run * planes * 512
 
 
-@pytest.mark.parametrize("each", [3, pytest.param(1 << 30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [2, pytest.param(1 << 30, marks=pytest.mark.slow)])
 def test_no_piece_is_overwritten_while_it_is_read(each: int) -> None:
     """A load can take long, and the copy engine does not wait for it (one tile a warp, one place each)."""
     one_tile = re.compile(r"bmma_gemv<\d, crelle::\w+, \d, \d, 1,|gemm_sm90<|skinny_gemm<|mixed_gemv<|mixed_decode<")

@@ -43,25 +43,33 @@ def on_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("scheme", kernels.SCHEMES)
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_products_are_those_of_the_reference(scheme: str) -> None:
     kernels.test_products_are_those_of_the_reference(scheme)
 
 
 @pytest.mark.parametrize("scheme", ["w4a4", "two-level"])
 @pytest.mark.parametrize("sizes", [(128, 64, 70), (64, 33, 20)])  # that can be joined, and not
+@pytest.mark.sample(3)
 def test_norm_and_matrices_of_one_input(scheme: str, sizes: tuple[int, int, int]) -> None:
     kernels.test_norm_and_matrices_of_one_input(scheme, sizes)
 
 
-def test_orders_residuals_and_batch_invariance() -> None:
-    kernels.test_matrices_with_orders_of_their_own()
-    kernels.test_activation_residual_and_sandwich_norm()
-    kernels.test_a_row_has_the_same_bits_in_any_batch()
+@pytest.mark.parametrize(
+    "what",
+    [
+        "matrices_with_orders_of_their_own",
+        "activation_residual_and_sandwich_norm",
+        "a_row_has_the_same_bits_in_any_batch",
+    ],
+)
+@pytest.mark.sample(2)
+def test_orders_residuals_and_batch_invariance(what: str) -> None:
+    getattr(kernels, f"test_{what}")()
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("scheme", steps.SCHEMES)
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_layers_are_those_of_the_model(scheme: str, batch_invariant: bool) -> None:
     steps.test_layers_are_those_of_the_model(steps.LLAMA, scheme, batch_invariant)

@@ -98,7 +98,7 @@ SPECS = [
 @pytest.mark.parametrize("dtype", [HALF, BF16])
 @pytest.mark.parametrize("permuted", [True, False])
 @pytest.mark.parametrize(("act", "K", "outliers"), SPECS, ids=str)
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 def test_integers_are_those_of_the_reference(
     act: ActivationSpec, K: int, outliers: int | None, permuted: bool, dtype: torch.dtype
 ) -> None:
@@ -150,7 +150,7 @@ def before(x: Tensor, op: Prologue, norm: Norm) -> Tensor:
         (ActivationSpec(8, 20488, 128), 20488, False, BF16),
     ],
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 def test_what_comes_before_is_fused(
     act: ActivationSpec, K: int, op: Prologue, permuted: bool, dtype: torch.dtype
 ) -> None:

@@ -94,7 +94,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @emulated
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_emulated_products_match_oracle(case: Case) -> None:
     i = CASES.index(case)
     for config, (M, N, K) in zip(
@@ -118,6 +118,7 @@ def test_emulated_products_match_oracle(case: Case) -> None:
     ],
     ids=str,
 )
+@pytest.mark.sample(2)
 def test_emulated_clusters(case: Case, config: IntegerTileConfig) -> None:
     check(case, 19, 330, 900, config, HALF)
 
@@ -150,7 +151,7 @@ def extreme(case: Case, which: int, device: str = "cpu") -> tuple[Any, Quantized
 @emulated
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_emulated_sums_of_extreme_codes_are_exact(case: Case) -> None:
     i = CASES.index(case)
     for which in (i % 4, (i + 1) % 4, (i + 2) % 4):
@@ -184,7 +185,7 @@ def check_adversarial(case: Case, config: Config | None, device: str = "cpu") ->
 @emulated
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_emulated_adversarial_inputs(case: Case) -> None:
     i = CASES.index(case)
     for config in (SM80[i % 3], SM90[i % EMULATED]):
@@ -218,15 +219,18 @@ def test_the_chosen_configs_fit_the_chip(N: int, tokens: int) -> None:
 
 
 @pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
-def test_products_are_not_waited_for_one_by_one() -> None:
+@pytest.mark.parametrize(
+    ("case", "config"), [(CASES[1], SM90[7]), (CASES[1], SM90[9]), (CASES[12], SM90[7]), (CASES[10], SM90[8])]
+)
+@pytest.mark.sample(4)
+def test_products_are_not_waited_for_one_by_one(case: Case, config: IntegerTileConfig) -> None:
     """Where the assembler cannot follow which instructions are under way, it waits behind each of them."""
-    for case, config in ((CASES[1], SM90[7]), (CASES[1], SM90[9]), (CASES[12], SM90[7]), (CASES[10], SM90[8])):
-        laid = lay_out(random_integer_weight(case, 64, 512))
-        built = jit.compile(*integer_gemm.variant(laid, config, HALF), "sm_90a")
-        if (code := disassemble(built.cubin)) is None:
-            pytest.skip("no disassembler")
-        groups = len(re.findall(r"IGMMA.*gsb0", code))
-        assert groups * 4 == len(re.findall("IGMMA", code)), config
+    laid = lay_out(random_integer_weight(case, 64, 512))
+    built = jit.compile(*integer_gemm.variant(laid, config, HALF), "sm_90a")
+    if (code := disassemble(built.cubin)) is None:
+        pytest.skip("no disassembler")
+    groups = len(re.findall(r"IGMMA.*gsb0", code))
+    assert groups * 4 == len(re.findall("IGMMA", code))
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

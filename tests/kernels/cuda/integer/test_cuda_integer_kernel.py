@@ -113,6 +113,7 @@ def test_what_it_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @emulated
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("sizes", [(128, 64, 70), (64, 33, 20)])  # that can be joined, and not
+@pytest.mark.sample(2)
 def test_norm_and_matrices_of_one_input(scheme: str, sizes: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     K = 512

@@ -62,6 +62,7 @@ def make(config: dict[str, Any], scheme: str) -> Model:
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("config", [LLAMA, OPT, GEMMA3], ids=["llama", "opt", "gemma3"])
+@pytest.mark.sample(3)
 def test_layers_are_those_of_the_model(config: dict[str, Any], scheme: str, batch_invariant: bool) -> None:
     """Sequences of one token, whose attention is v; 9 of them, so that dense matrices take torch."""
     model = make(config, scheme)

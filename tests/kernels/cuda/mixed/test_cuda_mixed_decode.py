@@ -24,7 +24,7 @@ TAKEN = [form for form in FORMS if form[2] > 8 and form[1] % 8 == 0]
 
 
 @pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])  # its samples: compiled/
 def test_it_compiles(arch: str) -> None:
     kernels = [mixed_decode.variant("RMS_NORM", config, BF16, F32) for config in CONFIGS]
     assert all(

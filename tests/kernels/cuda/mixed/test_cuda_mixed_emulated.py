@@ -47,6 +47,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ((20, 300, 8, 0.25, 0.02), 2, MixedTileConfig(2, 2, 1, 1)),
     ],
 )
+@pytest.mark.sample(2)
 def test_products_match_oracle(form: tuple[int, int, int, float, float], tokens: int, config: MixedTileConfig) -> None:
     torch.manual_seed(tokens)
     w = random_mixed(*form)
@@ -82,6 +83,7 @@ def test_dataflows_differ_in_what_is_loaded_and_decoded_meanwhile() -> None:
         ((40, 512, 64, 1.0, 0.0), DecodeConfig(1, 2, 1, 1)),
     ],
 )
+@pytest.mark.sample(2)
 def test_one_token_in_one_launch(form: tuple[int, int, int, float, float], config: DecodeConfig) -> None:
     torch.manual_seed(form[0])
     w = random_mixed(*form)
@@ -99,6 +101,7 @@ def test_one_token_in_one_launch(form: tuple[int, int, int, float, float], confi
 
 
 @pytest.mark.parametrize("op", ["RMS_NORM", "LAYER_NORM", "SILU_MUL", "RELU", "GELU"])
+@pytest.mark.sample(2)
 def test_one_token_several_matrices_and_what_comes_before(op: Prologue) -> None:
     """Three matrices whose 4-bit groups differ, with an operation on x before them."""
     torch.manual_seed(0)

@@ -119,6 +119,7 @@ def test_outliers_by_blocks_are_those_by_rows(form: tuple[int, int, int, float, 
         ((17, 128, 64, 1.0, 0.0), 3, GemmSm80TileConfig(8, 1, 2, 1, 2), HALF),
     ],
 )
+@pytest.mark.sample(2)
 def test_emulated_products_match_oracle(
     form: tuple[int, int, int, float, float], tokens: int, config: GemmSm80TileConfig, dtype: torch.dtype
 ) -> None:
@@ -210,7 +211,7 @@ def test_the_chosen_configs_fit_the_chip(N: int, tokens: int) -> None:
 
 
 @pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])  # its samples: compiled/
 def test_the_kernels_compile(arch: str) -> None:
     kind = GemmTileConfig if arch == "sm_90a" else GemmSm80TileConfig
     kernels = [mixed_gemm.variant(2, config, BF16) for config in CONFIGS if isinstance(config, kind)]

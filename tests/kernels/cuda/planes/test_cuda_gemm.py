@@ -109,6 +109,7 @@ def test_a_nearly_full_round_is_not_cut() -> None:
 
 @pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 @pytest.mark.parametrize("arch", jit.ARCHITECTURES)
+@pytest.mark.sample(3)
 def test_the_kernels_compile(arch: str) -> None:
     w = lay_out(random_weight(ScaleKind.BCQ, 3, 40, 512, 128))
     config = gemm.choose(w, 64, HALF, 132, HOPPER) if arch == "sm_90a" else gemm._choose_sm80(w, 64, 99 * 1024)

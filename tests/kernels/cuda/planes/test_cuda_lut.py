@@ -149,6 +149,7 @@ def test_chosen_shapes_fit_a_multiprocessor(N: int, K: int, room: int, variant: 
 @pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 @pytest.mark.parametrize("arch", jit.ARCHITECTURES)
 @pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.sample(3)
 def test_compiles_for_each_architecture(arch: str, tokens: int) -> None:
     w = lut.lay_out(random_weight(ScaleKind.BCQ, 2, 16, 1024, 128, torch.float16))
     room = {"sm_80": 162, "sm_89": 98}.get(arch, 226) * 1024

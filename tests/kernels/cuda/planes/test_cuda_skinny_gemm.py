@@ -61,6 +61,7 @@ def test_rows_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("kind", "P"), [(ScaleKind.BCQ, 2), (ScaleKind.BCQ, 4), (ScaleKind.UNIFORM, 4), (ScaleKind.BCQ, 8)]
 )
+@pytest.mark.sample(2)
 def test_the_kernel_stays_in_registers(kind: ScaleKind, P: int, tmp_path: Path) -> None:
     from cuda.pathfinder import find_nvidia_binary_utility
 

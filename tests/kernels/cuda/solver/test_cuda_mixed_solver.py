@@ -29,6 +29,7 @@ def stats_of(K: int) -> Stats:
 
 @pytest.mark.parametrize("group", kernels.GROUPS)
 @pytest.mark.parametrize(("N", "K"), [(1, 8), (37, 50), (64, 64), (20, 131)])
+@pytest.mark.sample(2)
 def test_grids_are_those_in_torch(device: str, N: int, K: int, group: int) -> None:
     w = weight(N, K)
     importance = torch.rand(N, K, generator=torch.Generator().manual_seed(3)) * (torch.arange(K) % 5 > 0)
@@ -74,6 +75,7 @@ def tuned_on(device: str, target: Tensor, hessian: Tensor, fit: MixedFit) -> Mix
 @pytest.mark.parametrize("group", kernels.GROUPS)
 @pytest.mark.parametrize("four", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize(("N", "K"), [(1, 16), (16, 64), (37, 50), (100, 203)])
+@pytest.mark.sample(3)
 def test_scales_are_those_in_torch(device: str, N: int, K: int, group: int, four: float) -> None:
     target, hessian, fit = problem(Mixed(group=group, four=four, outliers=0.01), N, K)
     found = tuned_on(device, target, hessian, fit)

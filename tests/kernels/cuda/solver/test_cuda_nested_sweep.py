@@ -70,6 +70,7 @@ def test_a_pass_is_that_in_torch(device: str, N: int, K: int, descent: bool) -> 
 
 @pytest.mark.parametrize(("bits", "lowest"), PRECISIONS)
 @pytest.mark.parametrize("descent", [False, True])
+@pytest.mark.sample(2)
 def test_any_number_of_precisions(device: str, bits: int, lowest: int, descent: bool) -> None:
     compare(device, 33, 70, grids_of(33, 70, 24, bits, lowest), descent)
 
@@ -90,6 +91,7 @@ def test_a_rerun_is_bitwise_equal(device: str, descent: bool) -> None:
 
 @pytest.mark.parametrize(("bits", "lowest"), PRECISIONS)
 @pytest.mark.parametrize(("N", "K", "group"), [(1, 1, 1), (37, 50, 16), (65, 131, 131)])
+@pytest.mark.sample(3)
 def test_nearest_codes_are_those_in_torch(device: str, N: int, K: int, group: int, bits: int, lowest: int) -> None:
     grids, w = grids_of(N, K, group, bits, lowest), torch.randn(N, K, generator=torch.Generator().manual_seed(K))
     there = moved(grids, device)

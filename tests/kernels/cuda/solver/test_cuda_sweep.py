@@ -69,6 +69,7 @@ def compare(
 @pytest.mark.parametrize(("N", "K"), SIZES)
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize("descent", [False, True])
+@pytest.mark.sample(2)
 def test_a_pass_is_that_in_torch(device: str, N: int, K: int, outliers: bool, descent: bool) -> None:
     compare(device, N, K, table_of(N, [4, 16, 2]), outliers, descent)
 
@@ -77,6 +78,7 @@ def test_a_pass_is_that_in_torch(device: str, N: int, K: int, outliers: bool, de
     "counts", [[1], [2], [3, 2], [4], [7], [8, 8, 8], [16], [16, 255, 4], [256]], ids=lambda c: "-".join(map(str, c))
 )
 @pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.sample(2)
 def test_any_number_of_levels(device: str, counts: list[int], coded: bool) -> None:
     compare(device, 33, 70, table_of(33, counts, coded), False, descent=coded)
 

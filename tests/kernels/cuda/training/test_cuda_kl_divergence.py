@@ -8,6 +8,8 @@ from crelle.kernels import cuda
 from crelle.kernels.cuda.training import kl_divergence as kernels
 from crelle.quantizers.training.divergence import kl_divergence
 
+pytestmark = pytest.mark.sample(2)
+
 device = device_fixture(kernels)
 USABLE = kernels.usable
 SHAPES = [(1, 1), (3, 7), (2, 256), (3, 1000), (2, 2048 + 8), (5, 4099)]
