@@ -90,7 +90,9 @@ CRELLE_INLINE auto choose(const Weight &w, Precision p, F &&use) {
   return w.P == 8 && w.bias ? use(Int8Tiles<true>{}) : use(Int8Tiles<false>{});
 }
 
-bool takes(const Weight &w, Precision) { return w.stream != Stream::Mixed && w.stream != Stream::Integer; }
+bool takes(const Weight &w, Precision) {
+  return w.stream != Stream::Mixed && w.stream != Stream::Integer && w.stream != Stream::Trellis;
+}
 
 size_t pack_bytes(const Weight &w, int M, Precision p) {
   return choose(w, p, [&](auto way) { return tiles_of(M) * way.bytes(w); });
