@@ -2,8 +2,9 @@
 // without it, shifts do. With VNNI products are of bytes; without it, the bytes of a weight are added up to 16 bits.
 //
 // With both, 16 states take five operations of the two ports that do such work (x of 8 bits: four): one for their
-// places, two for vpmulld, one for each digit of x. That is the limit, not memory: 4096 x 4096 at 2 bits takes 0.62 ms on
-// one thread of a Sapphire Rapids core (8 bits: 0.49), 0.38 (0.46) of the speed of a plain read; `mul1` twice as long.
+// places, two for vpmulld, one for each digit of x. That is the limit, not memory: 4096 x 4096 at 2 bits takes 0.62 ms
+// on one thread of a Sapphire Rapids core (8 bits: 0.49), 0.38 (0.46) of the speed of a plain read; `mul1` twice as
+// long.
 //
 // Included inside a namespace of the including file.
 
