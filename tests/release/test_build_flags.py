@@ -13,7 +13,7 @@ from conftest import ROOT
 
 AVX2 = {"-mavx2", "-mfma", "-mf16c"}
 AVX512 = AVX2 | {"-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"}
-AMX = AVX512 | {"-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"}
+AMX = AVX512 | {"-mavx512vbmi", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"}
 SPECIAL = {
     "x86_64": {
         "isa_avx2.cpp": AVX2,

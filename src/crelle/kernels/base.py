@@ -16,6 +16,7 @@ from torch import Tensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.composite import PermutedTensor
 from crelle.formats.grouped import GroupedTensor
+from crelle.formats.rotated import RotatedTensor
 from crelle.formats.two_level import TwoLevelTensor
 
 
@@ -34,19 +35,25 @@ class Problem:
     activation: str = "float"  # of x as it is multiplied: "float" (of dtype), or an ActivationSpec
     outliers: int = 0  # input channels at the end that have bits of their own (formats grouped, two-level)
     code_bits: int | None = None  # of the other channels, there
+    rotated: bool = False  # the format is of a matrix whose inputs are rotated; any kernel can have x rotated for it
 
     @classmethod
     def of(cls, w: QuantTensor, dtype: torch.dtype) -> "Problem":
         N, K = w.shape
-        inner = w.inner if isinstance(w, PermutedTensor) else w
+        ordered = w.inner if isinstance(w, PermutedTensor) else w
+        rotated = isinstance(ordered, RotatedTensor)
+        inner = ordered.inner if isinstance(ordered, RotatedTensor) else ordered
         activation = getattr(inner, "activation", None)  # an ActivationSpec, where the format has one
         x = "float" if activation is None else str(activation)
-        channels = (inner.sizes.outliers, inner.sizes.bits) if isinstance(inner, GroupedTensor | TwoLevelTensor) else ()
-        return cls(inner.format, N, K, w.bits, w.group, w.device.type, dtype, inner is not w, x, *channels)
+        outliers, code_bits = 0, None
+        if isinstance(inner, GroupedTensor | TwoLevelTensor):
+            outliers, code_bits = inner.sizes.outliers, inner.sizes.bits
+        device, permuted = w.device.type, ordered is not w
+        return cls(inner.format, N, K, w.bits, w.group, device, dtype, permuted, x, outliers, code_bits, rotated)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        perm = ", inputs permuted" if self.permuted else ""
+        perm = (", inputs permuted" if self.permuted else "") + (", inputs rotated" if self.rotated else "")
         act = "" if self.activation == "float" else f", {self.activation} activations"
         group = "several group sizes" if self.group is None else f"group {self.group}"
         what = f"{self.format} {self.N}x{self.K}, {self.bits:g} bits, {group}"

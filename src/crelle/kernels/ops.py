@@ -37,8 +37,8 @@ def shares(a: Prepared, b: Prepared) -> bool:
     if a is b:
         return True
     p, q = a.problem, b.problem
-    alike = (p.K, p.device, p.dtype, p.activation, p.permuted) == (q.K, q.device, q.dtype, q.activation, q.permuted)
-    return alike and a.kernel.name == b.kernel.name and b.kernel.shares(a.data, b.data)
+    a_reads, b_reads = ((r.K, r.device, r.dtype, r.activation, r.permuted, r.rotated) for r in (p, q))
+    return a_reads == b_reads and a.kernel.name == b.kernel.name and b.kernel.shares(a.data, b.data)
 
 
 def matmul(x: Tensor | Encoded, w: Prepared) -> Tensor:

@@ -18,6 +18,7 @@ from crelle.kernels.cuda.planes.kernel import Cuda, CudaLut
 from crelle.kernels.integer_reference import IntegerReference
 from crelle.kernels.permuted_kernel import PermutedKernel
 from crelle.kernels.reference import Dense, Dequantized, Reference
+from crelle.kernels.rotated_kernel import RotatedKernel
 
 
 @cache
@@ -40,6 +41,10 @@ def kernels() -> tuple[Kernel, ...]:
 
 
 def _for(problem: Problem, kernel: Kernel) -> Kernel:
+    """Return the kernel, or one around it that has x rotated and permuted first."""
+    rotates = getattr(kernel, "rotates", ())  # formats that the kernel takes inside `rotated`
+    if problem.rotated and problem.format not in rotates:
+        kernel = RotatedKernel(kernel)
     return PermutedKernel(kernel) if problem.permuted and not getattr(kernel, "permutes", False) else kernel
 
 

@@ -58,6 +58,9 @@ def fuse(model: "DecoderModel") -> FusedDecoder | str:
         return reason
     if model.dtype != torch.float32:
         return f"the fused step computes in f32, the model in {str(model.dtype).removeprefix('torch.')}"
+    for linear in linears:
+        if isinstance(refused := matrix(linear.weight, linear.prepared), str):
+            return refused
     parts = ModelParts(
         spec=model.spec,
         embedding=_embedding(model),

@@ -26,6 +26,7 @@ from crelle.kernels.cpu import available, core
 from crelle.kernels.cpu.kernel import CpuWeight, Precision
 from crelle.kernels.cpu.row_ops import ACTIVATIONS
 from crelle.kernels.ops import Prepared
+from crelle.kernels.rotated_kernel import RotatedKernel
 from crelle.kernels.spec import DecoderSpec, ExpertsSpec, LayerSpec, NormSpec
 
 Matrix = CpuWeight | Tensor  # [N, K]
@@ -116,6 +117,8 @@ def matrix(w: QuantTensor, prepared: Prepared) -> Matrix | str:
         return w.weight  # as stored: 16 bits are not widened in memory
     if isinstance(prepared.data, CpuWeight | Tensor):
         return prepared.data
+    if isinstance(prepared.kernel, RotatedKernel):
+        return f"the fused step rotates inputs for trellis codes only, not for the format '{prepared.problem.format}'"
     return f"kernel '{prepared.kernel.name}' multiplies the format '{w.format}', which the fused step cannot"
 
 

@@ -1,14 +1,17 @@
-"""The C++ kernels as two Kernels, `cpu` and `cpu-int8`: bit-plane and mixed tensors, laid out anew for this machine.
+"""The C++ kernels as two Kernels, `cpu` and `cpu-int8`: bit-plane, mixed and trellis tensors in their own layout.
 
-Four-bit floats are multiplied as integers of 5 bits, which hold twice their values.
+Four-bit floats are multiplied as integers of 5 bits, which hold twice their values. Trellis tensors may have rotated
+inputs: x is rotated when it is encoded.
 
-precision  what x is rounded to, per 128 inputs   error against f64 (Gaussian x, 4096 inputs)
+precision  what x is rounded to, per 128 inputs*  error against f64 (Gaussian x, 4096 inputs)
 exact      16 bits                                about 3e-5; the default
 int8       8 bits                                 about 7e-3; up to twice as fast where the weights are in cache
+
+* trellis: per up to 40 inputs
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,11 +22,15 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.formats.fp4 import Fp4Tensor, Mxfp4Tensor, Nvfp4Tensor
 from crelle.formats.mixed import MixedTensor
+from crelle.formats.rotated import RotatedTensor
+from crelle.formats.trellis import TrellisTensor
 from crelle.kernels.base import Encoded, FloatInput, Problem, floats, takes_floats
 from crelle.kernels.cpu import available, core
 
 Precision = Literal["exact", "int8"]
-_FORMATS = tuple(t.format for t in (BCQTensor, UniformTensor, AffineTensor, MixedTensor, Mxfp4Tensor, Nvfp4Tensor))
+_FORMATS = tuple(
+    t.format for t in (BCQTensor, UniformTensor, AffineTensor, MixedTensor, TrellisTensor, Mxfp4Tensor, Nvfp4Tensor)
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +42,9 @@ class CpuWeight:
 
 
 class Cpu(FloatInput):
-    """Multiply by bit-plane and mixed tensors with the C++ kernels."""
+    """Multiply by bit-plane, mixed and trellis tensors with the C++ kernels."""
+
+    rotates: ClassVar[tuple[str, ...]] = (TrellisTensor.format,)
 
     def __init__(self, precision: Precision = "exact") -> None:
         self.precision = precision
@@ -54,6 +63,8 @@ class Cpu(FloatInput):
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> CpuWeight:
         if isinstance(w, MixedTensor):
             return CpuWeight(_mixed(w), self.precision)
+        if isinstance(w, TrellisTensor | RotatedTensor):
+            return CpuWeight(_trellis(w), self.precision)
         if isinstance(w, Fp4Tensor):
             w = w.as_uniform()
         planes = numpy_of(getattr(w, "planes", torch.empty(0)))
@@ -85,6 +96,16 @@ def _mixed(w: MixedTensor) -> Any:
         outliers = numpy_of(w.outlier_values.float()), numpy_of(columns), numpy_of(w.outlier_rows)
     second = numpy_of(w.second_scale.float())
     return core().prepare_mixed(w.K, w.block, numpy_of(w.four), *map(numpy_of, codes), second, row, outliers)
+
+
+def _trellis(w: TrellisTensor | RotatedTensor) -> Any:
+    rotation, inner = (w.rotation, w.inner) if isinstance(w, RotatedTensor) else (None, w)
+    if not isinstance(inner, TrellisTensor):
+        raise UnsupportedError(f"kernel 'cpu' cannot lay out the format '{inner.format}' with rotated inputs")
+    rotated = None if rotation is None else (numpy_of(rotation.packed), rotation.block)
+    return core().prepare_trellis(
+        numpy_of(inner.codes), inner.K, inner.code.name, numpy_of(inner.scale.float()), rotated
+    )
 
 
 def numpy_of(t: Tensor) -> Any:

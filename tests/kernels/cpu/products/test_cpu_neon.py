@@ -28,6 +28,7 @@ PORTABLE = (
     "weight",
     "mixed_weight",
     "integer_weight",
+    "trellis_weight",
     "pool",
     "decoder",
     "prefill",

@@ -90,6 +90,7 @@ void bind_i16_gemm(nb::module_ &m);
 void bind_bf16_attention(nb::module_ &m);
 void bind_f32_attention(nb::module_ &m);
 void bind_integer(nb::module_ &m);
+void bind_trellis(nb::module_ &m);
 void bind_decoder(nb::module_ &m);
 
 }  // namespace crelle::cpu

@@ -203,7 +203,8 @@ NB_MODULE(_core, m) {
                             : w.kind == Kind::Uniform ? "uniform"
                             : w.kind == Kind::Affine  ? "affine"
                             : w.kind == Kind::Mixed   ? "mixed"
-                                                      : "integer";
+                            : w.kind == Kind::Integer ? "integer"
+                                                      : "trellis";
                    })
       .def_prop_ro("isa", [](const Weight &w) { return w.isa->name; })
       .def_prop_ro("nbytes", [](const Weight &w) { return w.bytes(); })
@@ -241,6 +242,7 @@ NB_MODULE(_core, m) {
   bind_bf16_attention(m);
   bind_f32_attention(m);
   bind_integer(m);
+  bind_trellis(m);
   m.def(
       "isas",
       [] {

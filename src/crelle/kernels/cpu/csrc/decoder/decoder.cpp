@@ -108,18 +108,18 @@ Decoder::Decoder(Model model) : model_(std::move(model)) {
   ops_ = &ops_of(kinds_.empty() ? isa() : *kinds_.front().first->isa);
 }
 
-// Mixed and integer matrices that read one input may gather it in orders of their own: the i-th of them has the i-th
-// encoding, or that of an integer matrix before it with the same integers.
+// Mixed, integer and trellis matrices that read one input may gather or rotate it in ways of their own: the i-th of
+// them has the i-th encoding, or that of an integer or trellis matrix before it with the same integers.
 void Decoder::find_kinds(std::initializer_list<Matrix *> group) {
   for (auto m = group.begin(); m != group.end(); ++m) {
     const Weight *w = (*m)->coded;
     int i = 0;
     if (w && w->stream == Stream::Mixed) i = int(m - group.begin());
-    if (w && w->stream == Stream::Integer)
+    if (w && (w->stream == Stream::Integer || w->stream == Stream::Trellis))
       i = int(std::find_if(group.begin(), m,
                            [&](const Matrix *o) {
-                             return o->coded && o->coded->stream == Stream::Integer && o->coded->isa == w->isa &&
-                                    o->coded->partition == w->partition && o->coded->integer->same_inputs(*w->integer);
+                             return o->coded && o->coded->stream == w->stream && o->coded->isa == w->isa &&
+                                    o->coded->partition == w->partition && same_inputs(*o->coded, *w);
                            }) -
               group.begin());
     (*m)->kind = kind_of(**m, i);

@@ -26,8 +26,9 @@ bool Prefill::by_tiles(const Matrix &m) const { return m.coded && gemm_of(*m.cod
 
 bool Prefill::packs_alike(const Weight &a, const Weight &b) const {
   const Gemm &gemm = *a.isa->gemm;
-  const bool mixed = a.stream == Stream::Mixed;
-  if (mixed != (b.stream == Stream::Mixed) || (mixed && !a.mixed->same_inputs(*b.mixed))) return false;
+  const auto own = [](const Weight &w) { return w.stream == Stream::Mixed || w.stream == Stream::Trellis; };
+  if ((own(a) || own(b)) && (a.stream != b.stream || !same_inputs(a, b))) return false;
+  if (a.trellis && a.trellis->pair != b.trellis->pair) return false;  // other bytes of x meet those of a product
   return a.isa == b.isa && a.partition == b.partition &&
          gemm.tiles(a, model_.precision) == gemm.tiles(b, model_.precision);
 }

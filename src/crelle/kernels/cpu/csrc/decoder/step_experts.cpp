@@ -13,16 +13,6 @@
 #include "planes/matmul.h"
 
 namespace crelle::cpu {
-namespace {
-
-// Whether what was encoded for one matrix can be read by another of the same kind.
-bool same_inputs(const Weight &a, const Weight &b) {
-  if (a.stream == Stream::Mixed) return a.mixed->same_inputs(*b.mixed);
-  return a.stream != Stream::Integer || a.integer->same_inputs(*b.integer);
-}
-
-}  // namespace
-
 void Decoder::Work::experts(const LayerWeights &l, const std::vector<Share> *share) {
   size_t inner = 0;
   for (const FeedForward &f : l.experts.each) inner = std::max(inner, padded(f.gate.N));

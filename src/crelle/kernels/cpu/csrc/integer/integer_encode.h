@@ -3,7 +3,7 @@
 // Every step is the one operation of f32 that the format names: one division for a group, one product for a value. To
 // clamp before rounding gives the same integers, and keeps a compiler from fusing the product with the rounding.
 //
-// Included inside a namespace of the including file, after encode.h.
+// Included inside a namespace of the including file, after encode.h and hadamard_blocks.h.
 
 constexpr float kLeastIntegerScale = 0x1p-100f;
 
@@ -73,24 +73,6 @@ void encode_integer_row(const IntegerLayout &l, const float *x, uint8_t *row) {
       }
     }
   }
-}
-
-// x [n] times Hadamard matrices of `block` inputs, with the sums of crelle.formats.hadamard in their order.
-CRELLE_INLINE void rotate_blocks(float *x, int n, int block) {
-  for (int step = 1; step < block; step *= 2)
-    for (int i = 0; i < n; i += 2 * step) {
-      int j = i;
-      for (; j + kLanes <= i + step; j += kLanes) {
-        const Floats a = load(x + j), b = load(x + j + step), sum = a + b, difference = a - b;
-        __builtin_memcpy(x + j, &sum, sizeof sum), __builtin_memcpy(x + j + step, &difference, sizeof difference);
-      }
-      for (; j < i + step; ++j) {
-        const float a = x[j], b = x[j + step];
-        x[j] = a + b, x[j + step] = a - b;
-      }
-    }
-  const float root = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(block)));
-  for (int i = 0; i < n; ++i) x[i] *= root;
 }
 
 void encode_integer(const Weight &w, Activations &a, const float *x, size_t ldx, int m0, int m1) {

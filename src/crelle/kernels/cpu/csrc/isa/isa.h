@@ -27,6 +27,13 @@ struct IntegerKernel {
   int rows;  // of x that are multiplied at a time
 };
 
+// Stream::Trellis, likewise.
+struct TrellisKernel {
+  void (*encode)(const Weight &w, Activations &a, const float *x, size_t ldx, int m0, int m1);
+  void (*matmul)(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1);
+  int rows;  // of x that are multiplied at a time
+};
+
 struct Isa {
   const char *name;
   int rows;                            // R, rows of a block
@@ -38,6 +45,7 @@ struct Isa {
   uint64_t (*read)(const uint8_t *data, size_t bytes);  // touch every line (64-byte aligned): for the roofline
   const MixedKernel *mixed;  // the same two for Stream::Mixed, which is laid out alike for all
   const IntegerKernel *integer;
+  const TrellisKernel *trellis;
   const Gemm *gemm = nullptr;  // another way for many rows of x, or none
 };
 
@@ -52,6 +60,7 @@ extern const Isa kAvx2, kAvxVnni, kAvx512, kAvx512Vnni, kVbmi;
 // Of several sets: these are compiled once.
 extern const MixedKernel kMixedAvx2, kMixedVnni;
 extern const IntegerKernel kIntegerAvx2, kIntegerVnni, kIntegerAmx;
+extern const TrellisKernel kTrellisAvx2;
 #elif defined(__aarch64__)
 extern const Isa kNeon, kDotprod;
 #endif

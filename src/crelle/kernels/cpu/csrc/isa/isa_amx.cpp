@@ -3,6 +3,7 @@
 //   bf16_tiles.h   any weight: its values as bf16, f32 accumulation. Precision::Exact splits both sides in two.
 //   int8_tiles.h   Precision::Int8, uniform grids: codes and rounded x as int8, int32 sums scaled segment by segment.
 //   integer_amx.h  integer matrices and integer activations.
+//   trellis_amx.h  trellis matrices: bytes of products and rounded x, int32 sums.
 //   amx_codes.h    4 and 8 bits, few rows: what vnni_codes.h computes, as tiles.
 //
 // A tile of weights is 16 outputs, of x 16 rows; a result has outputs down and rows of x across. Four results (2 x 2
@@ -75,8 +76,12 @@ CRELLE_INLINE void store_sums(Sums *y0, Sums *y1) {
 #include "tiles/int8_tiles.h"
 #include "planes/amx_codes.h"
 #include "integer/integer_amx.h"
+#include "trellis/trellis_kernel.h"
+#include "trellis/trellis_avx512.h"
+#include "trellis/trellis_amx.h"
 
 Tiles tiles(const Weight &w, Precision p) {
+  if (w.stream == Stream::Trellis) return Tiles::Int8;
   const int least = w.isa->gemm->int8_group;
   const bool fits = w.kind == Kind::Uniform && (w.partition.groups == 1 || w.partition.G % kStep == 0);
   return p == Precision::Int8 && fits && least && w.partition.G >= least ? Tiles::Int8 : Tiles::Bf16;
@@ -85,6 +90,7 @@ Tiles tiles(const Weight &w, Precision p) {
 // Calls use(way) with the way of w.
 template <class F>
 CRELLE_INLINE auto choose(const Weight &w, Precision p, F &&use) {
+  if (w.stream == Stream::Trellis) return p == Precision::Exact ? use(TrellisTiles<2>{}) : use(TrellisTiles<1>{});
   if (p == Precision::Exact) return use(Bf16Tiles<2>{});
   if (tiles(w, p) == Tiles::Bf16) return use(Bf16Tiles<1>{});
   return w.P == 8 && w.bias ? use(Int8Tiles<true>{}) : use(Int8Tiles<false>{});

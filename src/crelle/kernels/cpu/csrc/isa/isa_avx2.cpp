@@ -17,9 +17,13 @@ namespace avx2 {
 #include "mixed/mixed_encode.h"
 #include "mixed/mixed_kernel.h"
 #include "mixed/mixed_avx2.h"
+#include "attention/hadamard_blocks.h"
 #include "integer/integer_encode.h"
 #include "integer/integer_kernel.h"
 #include "integer/integer_avx2.h"
+#include "trellis/trellis_encode.h"
+#include "trellis/trellis_kernel.h"
+#include "trellis/trellis_avx2.h"
 #define CRELLE_FIELD_BITS 256
 #include "planes/field_codes_x86.h"
 #include "planes/field_codes.h"
@@ -80,7 +84,9 @@ static_assert(kFieldRows == V::kRows);
 
 const MixedKernel kMixedAvx2{avx2::encode_mixed, avx2::mixed_matmul<avx2::MixedV>};
 const IntegerKernel kIntegerAvx2{avx2::encode_integer, avx2::integer_matmul<avx2::IntegerV>, 64};
+const TrellisKernel kTrellisAvx2{avx2::encode_trellis<avx2::TrellisV::kDigits>, avx2::trellis_matmul<avx2::TrellisV>,
+                                 64};
 const Isa kAvx2{"avx2",         avx2::V::kRows, avx2::field_stream, avx2::field_encode, avx2::matmul,
-                avx2::read_all, &kMixedAvx2,    &kIntegerAvx2,      &kF32Avx2};
+                avx2::read_all, &kMixedAvx2,    &kIntegerAvx2,      &kTrellisAvx2,      &kF32Avx2};
 
 }  // namespace crelle::cpu

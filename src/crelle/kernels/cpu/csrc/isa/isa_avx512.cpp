@@ -17,9 +17,13 @@ namespace avx512 {
 #include "mixed/mixed_encode.h"
 #include "mixed/mixed_kernel.h"
 #include "mixed/mixed_avx512.h"
+#include "attention/hadamard_blocks.h"
 #include "integer/integer_encode.h"
 #include "integer/integer_kernel.h"
 #include "integer/integer_avx512.h"
+#include "trellis/trellis_encode.h"
+#include "trellis/trellis_kernel.h"
+#include "trellis/trellis_avx512.h"
 #define CRELLE_FIELD_BITS 512
 #include "planes/field_codes_x86.h"
 #include "planes/field_codes.h"
@@ -77,11 +81,12 @@ static_assert(kFieldRows == V::kRows);
 
 constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
 constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
+constexpr TrellisKernel kTrellis{encode_trellis<TrellisV::kDigits>, trellis_matmul<TrellisV>, 64};
 
 }  // namespace avx512
 }  // namespace
 
 const Isa kAvx512{"avx512",         avx512::V::kRows, avx512::field_stream, avx512::field_encode, avx512::matmul,
-                  avx512::read_all, &avx512::kMixed,  &avx512::kInteger,    &kF32Avx512};
+                  avx512::read_all, &avx512::kMixed,  &avx512::kInteger,    &avx512::kTrellis,    &kF32Avx512};
 
 }  // namespace crelle::cpu

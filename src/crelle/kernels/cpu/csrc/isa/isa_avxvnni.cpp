@@ -29,6 +29,6 @@ uint64_t read(const uint8_t *data, size_t bytes) { return kAvx2.read(data, bytes
 }  // namespace
 
 const Isa kAvxVnni{"avx-vnni",    avxvnni::kFieldRows, avxvnni::field_stream, avxvnni::encode, avxvnni::matmul,
-                   avxvnni::read, &kMixedAvx2,         &kIntegerAvx2,         &kF32Avx2};
+                   avxvnni::read, &kMixedAvx2,         &kIntegerAvx2,         &kTrellisAvx2,   &kF32Avx2};
 
 }  // namespace crelle::cpu

@@ -18,9 +18,13 @@ namespace dotprod {
 #include "mixed/mixed_encode.h"
 #include "mixed/mixed_kernel.h"
 #include "mixed/mixed_neon.h"
+#include "attention/hadamard_blocks.h"
 #include "integer/integer_encode.h"
 #include "integer/integer_kernel.h"
 #include "integer/integer_neon.h"
+#include "trellis/trellis_encode.h"
+#include "trellis/trellis_kernel.h"
+#include "trellis/trellis_neon.h"
 #include "planes/field_codes_neon.h"
 #include "planes/field_codes.h"
 #include "base/read_bandwidth.h"
@@ -31,12 +35,13 @@ void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0,
 
 constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
 constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
+constexpr TrellisKernel kTrellis{encode_trellis<TrellisV::kDigits>, trellis_matmul<TrellisV>, 64};
 
 }  // namespace dotprod
 }  // namespace
 
-const Isa kDotprod{"dotprod",       dotprod::kFieldRows, dotprod::field_stream, dotprod::field_encode,
-                   dotprod::matmul, dotprod::read_all,   &dotprod::kMixed,      &dotprod::kInteger,
-                   &kF32Generic};
+const Isa kDotprod{"dotprod",          dotprod::kFieldRows, dotprod::field_stream, dotprod::field_encode,
+                   dotprod::matmul,    dotprod::read_all,   &dotprod::kMixed,      &dotprod::kInteger,
+                   &dotprod::kTrellis, &kF32Generic};
 
 }  // namespace crelle::cpu

@@ -13,8 +13,11 @@ namespace generic {
 #include "planes/encode.h"
 #include "mixed/mixed_encode.h"
 #include "mixed/mixed_generic.h"
+#include "attention/hadamard_blocks.h"
 #include "integer/integer_encode.h"
 #include "integer/integer_generic.h"
+#include "trellis/trellis_encode.h"
+#include "trellis/trellis_generic.h"
 #include "base/read_bandwidth.h"
 
 constexpr int R = 16;
@@ -83,11 +86,12 @@ void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0,
 
 constexpr MixedKernel kMixed{encode_mixed, mixed_matmul};
 constexpr IntegerKernel kInteger{encode_integer, integer_matmul, 64};
+constexpr TrellisKernel kTrellis{encode_trellis<false>, trellis_matmul, 64};
 
 }  // namespace generic
 }  // namespace
 
-const Isa kGeneric{"generic",       generic::R,        generic::stream,  generic::encode,
-                   generic::matmul, generic::read_all, &generic::kMixed, &generic::kInteger};
+const Isa kGeneric{"generic",         generic::R,       generic::stream,    generic::encode,   generic::matmul,
+                   generic::read_all, &generic::kMixed, &generic::kInteger, &generic::kTrellis};
 
 }  // namespace crelle::cpu

@@ -16,9 +16,13 @@ namespace neon {
 #include "mixed/mixed_encode.h"
 #include "mixed/mixed_kernel.h"
 #include "mixed/mixed_neon.h"
+#include "attention/hadamard_blocks.h"
 #include "integer/integer_encode.h"
 #include "integer/integer_kernel.h"
 #include "integer/integer_neon.h"
+#include "trellis/trellis_encode.h"
+#include "trellis/trellis_kernel.h"
+#include "trellis/trellis_neon.h"
 #include "base/read_bandwidth.h"
 
 struct V {
@@ -76,11 +80,12 @@ void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
 
 constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
 constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
+constexpr TrellisKernel kTrellis{encode_trellis<TrellisV::kDigits>, trellis_matmul<TrellisV>, 64};
 
 }  // namespace neon
 }  // namespace
 
-const Isa kNeon{"neon",         neon::V::kRows, neon::stream,    neon::encode, neon::byte_matmul<neon::V, 0>,
-                neon::read_all, &neon::kMixed,  &neon::kInteger, &kF32Generic};
+const Isa kNeon{"neon",         neon::V::kRows, neon::stream,    neon::encode,    neon::byte_matmul<neon::V, 0>,
+                neon::read_all, &neon::kMixed,  &neon::kInteger, &neon::kTrellis, &kF32Generic};
 
 }  // namespace crelle::cpu

@@ -13,6 +13,10 @@ namespace {
 namespace vbmi {
 
 #include "planes/encode.h"
+#include "attention/hadamard_blocks.h"
+#include "trellis/trellis_encode.h"
+#include "trellis/trellis_kernel.h"
+#include "trellis/trellis_avx512.h"
 #include "base/read_bandwidth.h"
 #include "planes/lut_vpermb.h"
 #include "planes/vnni_codes.h"
@@ -41,10 +45,12 @@ void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0,
   (w.kind == Kind::Bcq ? kBcq : kUniform)[w.P - 1](w, a, y, ldy, b0, b1);
 }
 
+constexpr TrellisKernel kTrellis{encode_trellis<TrellisV::kDigits>, trellis_matmul<TrellisV>, 64};
+
 }  // namespace vbmi
 }  // namespace
 
-const Isa kVbmi{"vbmi",         vbmi::kRows, vbmi::stream,  vbmi::encode, vbmi::matmul,
-                vbmi::read_all, &kMixedVnni, &kIntegerVnni, &kF32Avx512};
+const Isa kVbmi{"vbmi",         vbmi::kRows, vbmi::stream,  vbmi::encode,    vbmi::matmul,
+                vbmi::read_all, &kMixedVnni, &kIntegerVnni, &vbmi::kTrellis, &kF32Avx512};
 
 }  // namespace crelle::cpu

@@ -37,6 +37,7 @@ struct Activations {
   Buffer factor_buffer;                      // float [M]
   std::shared_ptr<const MixedLayout> mixed;  // Stream::Mixed: of the weight that x was encoded for; codes: MixedInputs
   std::shared_ptr<const IntegerLayout> integer;  // Stream::Integer: likewise; codes: see integer_weight.h
+  std::shared_ptr<const TrellisLayout> trellis;  // Stream::Trellis: likewise; codes: see trellis_weight.h
 
   int digits() const { return static_cast<int>(precision); }
   const uint8_t *row(int m) const { return codes.data() + size_t(m) * row_bytes; }
@@ -57,7 +58,8 @@ struct Activations {
   // Whether these integers are the ones that w multiplies.
   bool fits(const Weight &w) const {
     return same_shape(w) && (stream != Stream::Mixed || mixed->same_inputs(*w.mixed)) &&
-           (stream != Stream::Integer || integer->same_inputs(*w.integer));
+           (stream != Stream::Integer || integer->same_inputs(*w.integer)) &&
+           (stream != Stream::Trellis || trellis->same_inputs(*w.trellis));
   }
   // Whether they lie in memory as those that w multiplies.
   bool same_shape(const Weight &w) const {

@@ -17,9 +17,15 @@ void Activations::shape(const Weight &w, int rows, Precision wanted) {
   factor_buffer.grow(sizeof(float) * M);
   mixed = w.mixed;
   integer = w.integer;
+  trellis = w.trellis;
   if (stream == Stream::Integer) {
     row_bytes = integer->row_bytes;
     codes.grow(size_t(tiles_of(M)) * kTileRows * row_bytes);  // tiles read whole ones
+    return;
+  }
+  if (stream == Stream::Trellis) {
+    row_bytes = trellis->row_bytes;
+    codes.grow(M * row_bytes);
     return;
   }
   if (stream == Stream::Mixed) {
@@ -50,6 +56,8 @@ void encode(Activations &a, const Weight &w, const float *x, size_t ldx, int m0,
     a.isa->mixed->encode(w, a, x, ldx, m0, m1);
   else if (a.stream == Stream::Integer)
     a.isa->integer->encode(w, a, x, ldx, m0, m1);
+  else if (a.stream == Stream::Trellis)
+    a.isa->trellis->encode(w, a, x, ldx, m0, m1);
   else
     a.isa->encode(a, x, ldx, m0, m1);
 }
@@ -85,7 +93,10 @@ void prepare_activations(Activations &a, const float *x, int M, const Weight &w,
 }
 
 // Tables of 64 rows of 4096 inputs are 1 MB and stay in L2.
-int rows_at_once(const Weight &w) { return w.stream == Stream::Integer ? w.isa->integer->rows : 64; }
+int rows_at_once(const Weight &w) {
+  if (w.stream == Stream::Integer) return w.isa->integer->rows;
+  return w.stream == Stream::Trellis ? w.isa->trellis->rows : 64;
+}
 
 std::pair<int, int> rows_of_thread(const Weight &w, int t, int n) {
   return {part(w.blocks, t, n) * w.R, std::min(w.N, part(w.blocks, t + 1, n) * w.R)};
@@ -96,6 +107,7 @@ void matmul_rows(const Weight &w, const Activations &a, float *y, size_t ldy, in
   if (row0 >= row1) return;
   const auto product = w.stream == Stream::Mixed     ? w.isa->mixed->matmul
                        : w.stream == Stream::Integer ? w.isa->integer->matmul
+                       : w.stream == Stream::Trellis ? w.isa->trellis->matmul
                                                      : w.isa->matmul;
   product(w, a, y, ldy, row0 / w.R, (row1 + w.R - 1) / w.R);
   for (int m = 0; m < a.M; ++m)

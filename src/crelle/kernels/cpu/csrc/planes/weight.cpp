@@ -184,6 +184,7 @@ float scale_at(const Weight &w, const uint8_t *at, int i) {
 void dequantize_row(const Weight &w, int n, float *out) {
   if (w.stream == Stream::Mixed) return dequantize_mixed_row(w, n, out);
   if (w.stream == Stream::Integer) return dequantize_integer_row(w, n, out);
+  if (w.stream == Stream::Trellis) return dequantize_trellis_row(w, n, out);
   const int r = n % w.R;
   const uint8_t *at = w.block(n / w.R), *zeros = at;
   at += w.zeros_bytes;
@@ -211,7 +212,8 @@ void dequantize_row(const Weight &w, int n, float *out) {
         return w.P == 8 ? value ^ kByteZero : value;
       case Stream::Bytes: return chunk[((j * 2 + i / 4) * w.R + r) * 4 + i % 4];
       case Stream::Mixed:
-      case Stream::Integer: break;
+      case Stream::Integer:
+      case Stream::Trellis: break;
     }
     return 0;
   };

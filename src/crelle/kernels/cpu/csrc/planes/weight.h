@@ -20,6 +20,7 @@
 #include "planes/k_partition.h"
 #include "base/memory.h"
 #include "mixed/mixed_weight.h"
+#include "trellis/trellis_weight.h"
 
 namespace crelle::cpu {
 
@@ -31,6 +32,7 @@ enum class Kind : uint8_t {
   Affine,   // w = z + scale q; Stream::Fields only
   Mixed,    // groups of 2 and of 4 bits, outliers: see mixed_weight.h
   Integer,  // integers for integer activations: see integer_weight.h
+  Trellis,  // trellis codes, also of a matrix with rotated inputs: see trellis_weight.h
 };
 
 // How the codes lie in the stream, and what the activations must look like.
@@ -56,6 +58,8 @@ enum class Stream : uint8_t {
   Mixed,
   // Integers for integer activations: see integer_weight.h.
   Integer,
+  // Rings of trellis codes: see trellis_weight.h. Activations: int8 digits or int16, rotated before if the weight is.
+  Trellis,
 };
 
 constexpr int kByteZero = 128;
@@ -80,12 +84,20 @@ struct Weight {
   std::vector<size_t> starts;                    // of the blocks and their end, where they differ in size
   std::shared_ptr<const MixedLayout> mixed;      // Kind::Mixed only
   std::shared_ptr<const IntegerLayout> integer;  // Kind::Integer only
+  std::shared_ptr<const TrellisLayout> trellis;  // Kind::Trellis only
 
   const uint8_t *block(int b) const { return data.data() + (starts.empty() ? size_t(b) * block_bytes : starts[b]); }
   size_t bytes(int b0, int b1) const { return block(b1) - block(b0); }
   size_t bytes() const { return bytes(0, blocks); }
   size_t scale_size() const { return wide_scales ? 4 : 2; }
 };
+
+// Whether x is gathered, rotated and rounded alike for two weights of one stream and partition.
+inline bool same_inputs(const Weight &a, const Weight &b) {
+  if (a.stream == Stream::Mixed) return a.mixed->same_inputs(*b.mixed);
+  if (a.stream == Stream::Integer) return a.integer->same_inputs(*b.integer);
+  return a.stream != Stream::Trellis || a.trellis->same_inputs(*b.trellis);
+}
 
 // Storage as crelle.formats.bcq defines it, scales widened to f32. Any pointer may be unaligned.
 struct Stored {

@@ -13,7 +13,7 @@
 namespace crelle::cpu {
 
 // What is multiplied: x and W as bf16 or f32, or x rounded to int8 and W's codes. Int8 takes uniform grids whose groups
-// are whole rows or multiples of 64, and only where the precision is Int8.
+// are whole rows or multiples of 64, and only where the precision is Int8; and trellis codes, x as one or two digits.
 enum class Tiles : uint8_t { Bf16, Int8, F32 };
 
 struct Gemm {
