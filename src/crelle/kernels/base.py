@@ -7,7 +7,7 @@
 A kernel says itself what it cannot do: `supports` returns None for yes, or the sentence a user will read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.composite import PermutedTensor
 from crelle.formats.grouped import GroupedTensor
+from crelle.formats.rotated import RotatedTensor
 from crelle.formats.two_level import TwoLevelTensor
 
 
@@ -34,6 +35,7 @@ class Problem:
     activation: str = "float"  # of x as it is multiplied: "float" (of dtype), or an ActivationSpec
     outliers: int = 0  # input channels at the end that have bits of their own (formats grouped, two-level)
     code_bits: int | None = None  # of the other channels, there
+    rotated: str | None = None  # the format of the matrix inside a rotation of the inputs
 
     @classmethod
     def of(cls, w: QuantTensor, dtype: torch.dtype) -> "Problem":
@@ -42,7 +44,8 @@ class Problem:
         activation = getattr(inner, "activation", None)  # an ActivationSpec, where the format has one
         x = "float" if activation is None else str(activation)
         channels = (inner.sizes.outliers, inner.sizes.bits) if isinstance(inner, GroupedTensor | TwoLevelTensor) else ()
-        return cls(inner.format, N, K, w.bits, w.group, w.device.type, dtype, inner is not w, x, *channels)
+        found = cls(inner.format, N, K, w.bits, w.group, w.device.type, dtype, inner is not w, x, *channels)
+        return replace(found, rotated=inner.inner.format) if isinstance(inner, RotatedTensor) else found
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
