@@ -15,6 +15,7 @@ from crelle.kernels.cpu.kernel import Cpu
 from crelle.kernels.cuda.integer.integer_kernel import CudaInteger
 from crelle.kernels.cuda.mixed.mixed_kernel import CudaMixed
 from crelle.kernels.cuda.planes.kernel import Cuda, CudaLut
+from crelle.kernels.cuda.trellis.trellis_kernel import CudaTrellis
 from crelle.kernels.integer_reference import IntegerReference
 from crelle.kernels.permuted_kernel import PermutedKernel
 from crelle.kernels.reference import Dense, Dequantized, Reference
@@ -31,6 +32,7 @@ def kernels() -> tuple[Kernel, ...]:
         CudaMixed(),
         CudaMixed(asynchronous=True),
         CudaInteger(),
+        CudaTrellis(),
         Cpu("exact"),
         Cpu("int8"),
         CpuInteger(),

@@ -40,6 +40,7 @@ from crelle.kernels.cuda.step.graph_inputs import BUCKETS, GraphInputs, PendingT
 from crelle.kernels.cuda.step.graphs import capture
 from crelle.kernels.cuda.step.prefill_graph import SEQUENCES, PrefillBucket, PrefillGraph, PrefillInputs
 from crelle.kernels.executor import Chunk, DecoderModules
+from crelle.kernels.rotated_kernel import RotatedKernel
 from crelle.kernels.spec import DecoderSpec
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ def supports_model(model: DecoderModules, kv: KVFormat) -> str | None:
         return f"a whole step needs the CUDA kernels, and this process {reason}"
     if others := sorted({linear.kernel for linear in model.linears()} - STEPPED):
         return f"kernel '{others[0]}' is not part of the step"
+    for linear in model.linears():
+        if isinstance(linear.prepared.kernel, RotatedKernel):
+            return f"the step does not rotate the inputs of matrices of the format '{linear.prepared.problem.format}'"
     return supports(model.spec, kv, model.dtype)
 
 

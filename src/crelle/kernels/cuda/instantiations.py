@@ -15,6 +15,7 @@ from crelle.formats.activations import ActivationSpec
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor, format_of
 from crelle.formats.bcq import BCQTensor, UniformTensor
+from crelle.formats.trellis import BITS, CODES, TrellisTensor
 from crelle.kernels.cuda.attention import decode_attention, paged_attention
 from crelle.kernels.cuda.dense import dense
 from crelle.kernels.cuda.integer import integer_encode, integer_gemm, integer_layout
@@ -27,6 +28,7 @@ from crelle.kernels.cuda.solver import group_solver, mixed_solver, nested_sweep,
 from crelle.kernels.cuda.step import embed_argmax, residual_norm_pack
 from crelle.kernels.cuda.step.activations import Prologue
 from crelle.kernels.cuda.training import kl_divergence, straight_through
+from crelle.kernels.cuda.trellis import trellis_gemv, trellis_layout
 
 HALF, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 K = 2048
@@ -48,6 +50,7 @@ def instantiations(arch: str) -> list[Instantiation]:
             *_mixed(capability),
             *_mixed_gemm(capability),
             *_integer_gemm(capability),
+            *_trellis(capability),
             *_attention_dense_embed(),
             *paged_attention.variants(),
             *residual_norm_pack.variants(),
@@ -202,6 +205,23 @@ def _integer_gemm(capability: tuple[int, int]) -> Iterator[Instantiation]:
             old = capability != (9, 0)
             s = integer_gemm._choose_sm80(tall, count, 99 * 1024) if old else None
             yield integer_gemm.variant(tall, s or integer_gemm.choose(tall, count, 132, (9, 0)), dtype)
+
+
+def _trellis(capability: tuple[int, int]) -> Iterator[Instantiation]:
+    kinds = [(c, bits) for c in CODES.values() for bits in BITS if not (c.weights * bits) % 1]
+    for i, (code, bits) in enumerate(kinds):
+        spec = {"format": "trellis", "shape": [256, 64], "bits": bits, "code": code.name}
+        w = trellis_layout.lay_out(TrellisTensor.random(spec, torch.Generator()))
+        for j, size in enumerate(trellis_gemv.TOKENS):
+            tall = replace(w, units=w.units[:, :1].expand((16, 43, 192)[(i + j) % 3], 256, -1))
+            config = trellis_gemv.choose(tall, size, 132, capability == (9, 0))
+            yield trellis_gemv.product_variant(w, size, config, (HALF, BF16)[(i + j) % 2])
+        yield trellis_gemv.dequant_variant(replace(w, K=K + i % 2), (HALF, BF16)[i // 2 % 2])
+    for i, op in enumerate(_OPS):
+        for j, size in enumerate(trellis_gemv.TOKENS):
+            yield trellis_gemv.encode_variant(op, size, (i + j) % 3 > 0, (HALF, BF16)[(i + j) % 2])
+    for dtype in (HALF, BF16):
+        yield trellis_gemv.rotate_variant(dtype is HALF, dtype)
 
 
 def _attention_dense_embed() -> Iterator[Instantiation]:

@@ -20,6 +20,7 @@ MATRIX_FILES = {
     "mixed/mixed_decode.cu",
     "mixed/mixed_gemm.cu",
     "mixed/mixed_gemv.cu",
+    "trellis/trellis_gemv.cu",
 }
 
 
@@ -175,7 +176,9 @@ def pieces_end(expression: str) -> int:
 @pytest.mark.parametrize("each", [2, pytest.param(1 << 30, marks=pytest.mark.slow)])
 def test_no_piece_is_overwritten_while_it_is_read(each: int) -> None:
     """A load can take long, and the copy engine does not wait for it (one tile a warp, one place each)."""
-    one_tile = re.compile(r"bmma_gemv<\d, crelle::\w+, \d, \d, 1,|gemm_sm90<|skinny_gemm<|mixed_gemv<|mixed_decode<")
+    one_tile = re.compile(
+        r"bmma_gemv<\d, crelle::\w+, \d, \d, 1,|gemm_sm90<|skinny_gemm<|mixed_gemv<|mixed_decode<|trellis_gemv_sm90<"
+    )
     wrong = []
     found = sampled([v for v in instantiations("sm_90a") if one_tile.search(v[1])], each)
     for built in jit.compile_all(found, "sm_90a"):

@@ -16,11 +16,14 @@ from crelle.kernels.cuda.planes.fused import PlanesLinear
 from crelle.kernels.cuda.planes.weight_layout import CudaWeight
 from crelle.kernels.cuda.step.activations import Prologue
 from crelle.kernels.cuda.step.fused_linear import FusedLinear, LinearLayer, Norm, is_small
+from crelle.kernels.cuda.trellis.fused import TrellisLinear
+from crelle.kernels.cuda.trellis.trellis_layout import TrellisWeight
 
 KINDS: dict[type, type[FusedLinear]] = {
     CudaWeight: PlanesLinear,
     MixedWeight: MixedLinear,
     CudaIntegerWeight: IntegerLinear,
+    TrellisWeight: TrellisLinear,
     Tensor: DenseLinear,
 }
 STEPPED = {kind.kernel for kind in KINDS.values()}  # kernels whose weights a step can multiply by

@@ -55,6 +55,7 @@ inline To bits_as(From v) {
   return to;
 }
 inline float __uint_as_float(unsigned v) { return bits_as<float>(v); }
+inline float __int_as_float(int v) { return bits_as<float>(v); }
 inline unsigned __float_as_uint(float v) { return bits_as<unsigned>(v); }
 
 // IEEE half precision, rounded to nearest even; denormals are kept.
@@ -125,6 +126,9 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   unsigned to = 0;
   for (int i = 0; i < 4; i++) to |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return to;
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+  return static_cast<unsigned>(((uint64_t)high << 32 | low) >> (by & 31));
 }
 template <typename T>
 inline T __ldg(const T *p) {

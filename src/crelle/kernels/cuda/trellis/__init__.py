@@ -1,0 +1,1 @@
+"""Trellis codes on a GPU."""
