@@ -58,9 +58,9 @@ def test_rings_in_cpp_are_as_near_as_those_in_torch(code: str, bits: float, monk
     )
     roots[1] *= 0.7
     x = (torch.randn(3, n // 2, 2, 1, kind.weights, generator=rng) * kind.std @ roots).reshape(3, n, kind.weights)
-    in_cpp = paths(values, roots, x, shift, kind.std, fine=bits >= 3)
+    in_cpp = paths(values, roots, x, shift, kind.std)
     monkeypatch.setattr(trellis_solver.solver, "usable", lambda t: False)
-    in_torch = paths(values, roots, x, shift, kind.std, fine=bits >= 3)
+    in_torch = paths(values, roots, x, shift, kind.std)
     for states in (in_cpp, in_torch):
         assert torch.equal(states_of(rings_of(states, shift), shift), states), "the path is a ring"
     a, b = (distance(values, roots, x, states).sum() for states in (in_cpp, in_torch))
@@ -75,7 +75,7 @@ def test_every_instruction_set_finds_the_same_rings() -> None:
     try:
         for name in core().isas():
             core().set_isa(name)
-            found[name] = paths(values, torch.eye(2)[None], x, 4, kind.std, fine=False)
+            found[name] = paths(values, torch.eye(2)[None], x, 4, kind.std)
     finally:
         core().set_isa(before)
     first = next(iter(found.values()))

@@ -126,11 +126,11 @@ def in_viterbi_order(values: Tensor, shift: int) -> Tensor:
     return values.to(torch.int16).reshape(states >> shift, 1 << shift, V).permute(2, 1, 0).reshape(V, states)
 
 
-def viterbi(values: Tensor, roots: Tensor, x: Tensor, shift: int, *, fine: bool, window: int) -> Tensor:
+def viterbi(values: Tensor, roots: Tensor, x: Tensor, shift: int, window: int) -> Tensor:
     """Return the states uint16 [S, 128 / V] of the rings of a trellis that are nearest to x int16 [S, 128].
 
     values: of `in_viterbi_order`; roots f32 [columns, V, V]: state i has the values times roots[i % columns].
     """
     states = torch.empty(len(x), x.shape[1] // len(values), dtype=torch.uint16)
-    cpu.core().viterbi(_array(values), _array(roots), _array(x), shift, fine, window, states.numpy())
+    cpu.core().viterbi(_array(values), _array(roots), _array(x), shift, window, states.numpy())
     return states

@@ -98,7 +98,7 @@ def _search(rows: Tensor, by: BlockFactor, code: Code, bits: float) -> tuple[Ten
             roots = _roots(cost.diagonal(dim1=0, dim2=2).permute(2, 0, 1))  # [states of a row, V, V]
             x = want.reshape(N // ROWS, ROWS, COLUMNS // V, 1, V) @ roots
             x = x.reshape(N // ROWS, WEIGHTS // V, V)
-            states = paths(values, roots, x, shift, code.std, fine=bits >= 3, ordered=ordered)
+            states = paths(values, roots, x, shift, code.std, ordered)
             found[:, here] = values[states].reshape(N, COLUMNS)
             left[:, here] = rows[:, here] - found[:, here]
             rings.append(rings_of(states, shift))
@@ -115,9 +115,7 @@ def _roots(cost: Tensor) -> Tensor:
     return torch.where((failed > 0)[:, None, None], flat, root)
 
 
-def paths(
-    values: Tensor, roots: Tensor, x: Tensor, shift: int, unit: float, *, fine: bool, ordered: Tensor | None = None
-) -> Tensor:
+def paths(values: Tensor, roots: Tensor, x: Tensor, shift: int, unit: float, ordered: Tensor | None = None) -> Tensor:
     """Return the states int64 [S, n] of the rings nearest to x [S, n, V] in units of values, already times roots.
 
     values [states, V], roots [columns, V, V]: state i has the values times roots[i % columns]. ordered: the same values
@@ -128,7 +126,7 @@ def paths(
         to = 32767 / (_RANGE * unit)
         given = (x * to).round_().clamp_(-32767, 32767).to(torch.int16).flatten(1)
         ordered = solver.in_viterbi_order(values, shift) if ordered is None else ordered
-        return solver.viterbi(ordered, roots * to, given, shift, fine=fine, window=n).long()
+        return solver.viterbi(ordered, roots * to, given, shift, window=n).long()
     tables = torch.stack([values @ r for r in roots])  # [columns, states, V]
     return torch.cat([_paths(tables, x[s : s + _SLAB], shift) for s in range(0, len(x), _SLAB)])
 

@@ -241,7 +241,7 @@ void solve_scales(In<float, 2> hessian, In<float, 2> error, In<float, 3> feature
   });
 }
 
-void viterbi(In<int16_t, 2> values, In<float, 3> roots, In<int16_t, 2> x, int shift, bool fine, int window,
+void viterbi(In<int16_t, 2> values, In<float, 3> roots, In<int16_t, 2> x, int shift, int window,
              Out<uint16_t, 2> states) {
   const size_t columns = roots.shape(0), V = roots.shape(1), S = x.shape(0);
   require((V == 1 && shift >= 1 && shift <= 4) || (V == 2 && shift >= 2 && shift <= 8), "no such trellis");
@@ -253,8 +253,8 @@ void viterbi(In<int16_t, 2> values, In<float, 3> roots, In<int16_t, 2> x, int sh
   static thread_local std::vector<int16_t> kept;
   std::vector<int16_t> &tables = kept;  // this thread's, also in the workers
   tables.resize(columns * V * kViterbiStates);
-  const Viterbi p{shift,         int(V),       int(columns),  fine,     window,
-                  values.data(), roots.data(), tables.data(), x.data(), states.data()};
+  const Viterbi p{shift,        int(V),        int(columns), window,       values.data(),
+                  roots.data(), tables.data(), x.data(),     states.data()};
   const Ops &ops = ops_of(isa());
   Pool::get().run([&](int t, int n) {
     for (int c = part(int(columns), t, n); c < part(int(columns), t + 1, n); ++c)
@@ -292,8 +292,8 @@ void bind_solver(nb::module_ &m) {
   m.def("row_errors", &row_errors, "hessian"_a.noconvert(), "error"_a.noconvert(), "result"_a.noconvert());
   m.def("solve_scales", &solve_scales, "hessian"_a.noconvert(), "error"_a.noconvert(), "features"_a.noconvert(), "G"_a,
         "ridge"_a, "change"_a.noconvert());
-  m.def("viterbi", &viterbi, "values"_a.noconvert(), "roots"_a.noconvert(), "x"_a.noconvert(), "shift"_a, "fine"_a,
-        "window"_a, "states"_a.noconvert());
+  m.def("viterbi", &viterbi, "values"_a.noconvert(), "roots"_a.noconvert(), "x"_a.noconvert(), "shift"_a, "window"_a,
+        "states"_a.noconvert());
 }
 
 }  // namespace crelle::cpu

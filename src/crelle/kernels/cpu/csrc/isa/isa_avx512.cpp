@@ -21,9 +21,6 @@ namespace avx512 {
 #include "integer/integer_encode.h"
 #include "integer/integer_kernel.h"
 #include "integer/integer_avx512.h"
-#include "trellis/trellis_encode.h"
-#include "trellis/trellis_kernel.h"
-#include "trellis/trellis_avx512.h"
 #define CRELLE_FIELD_BITS 512
 #include "planes/field_codes_x86.h"
 #include "planes/field_codes.h"
@@ -81,12 +78,11 @@ static_assert(kFieldRows == V::kRows);
 
 constexpr MixedKernel kMixed{encode_mixed, mixed_matmul<MixedV>};
 constexpr IntegerKernel kInteger{encode_integer, integer_matmul<IntegerV>, 64};
-constexpr TrellisKernel kTrellis{encode_trellis<TrellisV::kDigits>, trellis_matmul<TrellisV>, 64};
 
 }  // namespace avx512
 }  // namespace
 
 const Isa kAvx512{"avx512",         avx512::V::kRows, avx512::field_stream, avx512::field_encode, avx512::matmul,
-                  avx512::read_all, &avx512::kMixed,  &avx512::kInteger,    &avx512::kTrellis,    &kF32Avx512};
+                  avx512::read_all, &avx512::kMixed,  &avx512::kInteger,    &kTrellisAvx2,        &kF32Avx512};
 
 }  // namespace crelle::cpu

@@ -128,7 +128,6 @@ constexpr int kViterbiStates = 1 << 16;
 
 struct Viterbi {
   int shift, weights, columns;  // bits of its own that a state has; weights of a state: V
-  bool fine;                    // small distances count more exactly, large ones all alike: for 3 bits and more
   int window;                   // steps of the run that decides where a ring begins
   const int16_t *values;        // [V, states], in the order of viterbi.h
   const float *roots;           // [columns, V, V]

@@ -73,9 +73,11 @@ struct Costs {
   static CRELLE_INLINE void store(int16_t *p, T v) { __builtin_memcpy(p, &v, sizeof v); }
 };
 
-// Shift: bits of its own that a state has; V: weights of a state. Fine: distances are doubled before they are squared.
-template <int Shift, int V, bool Fine>
+// Shift: bits of its own that a state has; V: weights of a state.
+template <int Shift, int V>
 struct Trellis {
+  // From 3 bits on distances are doubled before they are squared: small ones count more exactly, large ones all alike.
+  static constexpr bool kFine = Shift >= 3 * V;
   static constexpr int kGroupBits = 16 - Shift, kGroups = 1 << kGroupBits, J = 1 << Shift;
   static constexpr int kSame = kGroupBits > Shift ? 1 << (kGroupBits - Shift) : 1;  // groups that end on the same bits
   static constexpr int kRun = kSame > Costs::kLanes ? kSame : Costs::kLanes;
@@ -85,7 +87,7 @@ struct Trellis {
   static int saturated(int v) { return v < -32768 ? -32768 : v > 32767 ? 32767 : v; }
 
   static CRELLE_INLINE Costs::T squared(Costs::T d) {
-    if constexpr (Fine) d = Costs::add(d, d);
+    if constexpr (kFine) d = Costs::add(d, d);
     return Costs::square(Costs::max(d, Costs::set(-32767)));  // the square of -32768 would wrap
   }
   // The same for one state.
@@ -93,7 +95,7 @@ struct Trellis {
     int sum = 0;
     for (int v = 0; v < V; ++v) {
       int d = saturated(step.x[v] - step.table[v][at]);
-      if (Fine) d = saturated(2 * d);
+      if (kFine) d = saturated(2 * d);
       d = d < -32767 ? -32767 : d;
       sum = saturated(sum + ((d * d + 0x4000) >> 15));
     }
@@ -216,17 +218,11 @@ struct Trellis {
   }
 };
 
-// Calls run(Trellis<...>) for the problem's shift, weights of a state and precision.
+// Calls run(Trellis<...>) for the problem's shift and weights of a state.
 template <class F>
 void with_trellis(const Viterbi &p, F &&run) {
-  const auto with = [&](auto shift, auto weights) {
-    if (p.fine)
-      run(Trellis<decltype(shift)::value, decltype(weights)::value, true>{});
-    else
-      run(Trellis<decltype(shift)::value, decltype(weights)::value, false>{});
-  };
 #define CRELLE_TRELLIS(S, V) \
-  if (p.shift == S && p.weights == V) return with(std::integral_constant<int, S>{}, std::integral_constant<int, V>{});
+  if (p.shift == S && p.weights == V) return run(Trellis<S, V>{});
   CRELLE_TRELLIS(2, 2)
   CRELLE_TRELLIS(3, 2)
   CRELLE_TRELLIS(4, 2)

@@ -1,7 +1,7 @@
-// The vectors of trellis_kernel.h on AVX-512. With VBMI one instruction takes both states of a lane from their places;
-// without it, shifts do. With VNNI products are of bytes; without it, the bytes of a weight are added up to 16 bits.
+// The vectors of trellis_kernel.h on AVX-512 with VNNI; without it AVX2's are used. With VBMI one instruction takes
+// both states of a lane from their places; without it, shifts do.
 //
-// With both, 16 states take five operations of the two ports that do such work (x of 8 bits: four): one for their
+// With VBMI, 16 states take five operations of the two ports that do such work (x of 8 bits: four): one for their
 // places, two for vpmulld, one for each digit of x. That is the limit, not memory: 4096 x 4096 at 2 bits takes 0.62 ms
 // on one thread of a Sapphire Rapids core (8 bits: 0.49), 0.38 (0.46) of the speed of a plain read; `mul1` twice as
 // long.
@@ -44,7 +44,6 @@ struct TrellisV {
     return _mm512_broadcast_i32x4(
         _mm_set_epi64x(static_cast<int64_t>(order + 0x0808080808080808u), static_cast<int64_t>(order)));
   }
-#if defined(__AVX512VNNI__)
   static constexpr bool kDigits = true;
   template <bool Pair, int Part>
   static CRELLE_INLINE X inputs(const uint8_t *p) {
@@ -69,23 +68,6 @@ struct TrellisV {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(products), "v"(x));
     return acc;
   }
-#else
-  static constexpr bool kDigits = false;
-  template <bool Pair, int Part>
-  static CRELLE_INLINE X inputs(const uint8_t *p) {
-    const __m512i four = _mm512_loadu_si512(p);
-    if constexpr (Pair) return four;
-    return _mm512_shuffle_epi8(four, in_lanes(Part ? 0x0706070603020302 : 0x0504050401000100));
-  }
-  template <bool Pair>
-  static CRELLE_INLINE Ints factor(Ints products) {
-    if constexpr (Pair) products = _mm512_shuffle_epi8(products, in_lanes(0x0705060403010200));
-    return _mm512_maddubs_epi16(products, _mm512_set1_epi8(1));
-  }
-  static CRELLE_INLINE Ints dot(Ints acc, Ints values, X x) {
-    return _mm512_add_epi32(acc, _mm512_madd_epi16(values, x));
-  }
-#endif
   static CRELLE_INLINE Ints digit_sums(Ints hi, Ints lo) { return _mm512_add_epi32(_mm512_slli_epi32(hi, 8), lo); }
   static CRELLE_INLINE Floats floats(float v) { return _mm512_set1_ps(v); }
   static CRELLE_INLINE Floats to_float(Ints v) { return _mm512_cvtepi32_ps(v); }
