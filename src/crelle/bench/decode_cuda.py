@@ -10,7 +10,6 @@ as bytes: at a context of a few hundred tokens they are less than a percent. Run
 """
 
 import gc
-import os
 from collections import Counter
 from dataclasses import dataclass, replace
 from statistics import median
@@ -28,6 +27,7 @@ from crelle.bench.model_shapes import RandomWeights
 from crelle.bench.planner.cost import Cost
 from crelle.engine.compile_ahead import compile_kernels
 from crelle.engine.llm import LLM
+from crelle.engine.memory.machine import free_on_host
 from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.formats.base import nbytes
@@ -190,10 +190,7 @@ def does_not_fit(weights: RandomWeights, device: torch.device) -> str | None:
     if device.type == "cuda":
         free, room = torch.cuda.mem_get_info()[0], 1.05  # padding, and a layer that is laid out anew
     else:
-        free, room = (
-            os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            3.0,
-        )  # as stored, and as f32 where plain
+        free, room = free_on_host().size, 3.0  # as stored, and as f32 where plain
     need = room * weights.nbytes() + _SPARE
     if need <= free:
         return None
