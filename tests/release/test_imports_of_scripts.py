@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 from functools import cache
@@ -53,9 +54,18 @@ def missing(module: str, name: str | None) -> str | None:
         return None
     # What it makes in other ways, by __getattr__ for one, shows when it is imported.
     package = next((needed for start, needed in NEEDS.items() if module.startswith(start)), None)
-    if (package is None or importlib.util.find_spec(package)) and hasattr(importlib.import_module(module), name):
+    if (package is None or installed(package)) and hasattr(importlib.import_module(module), name):
         return None
     return f"{module} has no {name}"
+
+
+def installed(package: str) -> bool:
+    """Whether it is; other tests of the process may have put a stand-in among the modules."""
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 @cache

@@ -56,6 +56,7 @@ def error(y: Tensor, x: Tensor, w: Any) -> float:
     return float((y - matmul_fp64(x, w)).square().mean().sqrt() / size.square().mean().sqrt().clamp_min(1e-300))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("bits", "code"), CASES, ids=str)
 def test_products_match_f64(isa: str, bits: float, code: str) -> None:
     for N, K, block in ((64, 512, None), (33, 300, 4), (1, 129, None), (7, 1, 1), (96, 704, 64), (40, 1030, 2)):

@@ -41,6 +41,7 @@ def oracle(x: Tensor, w: Any) -> Tensor:
     return x.double() @ w.dequantize(torch.float64).T
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("code", "bits"), KINDS)
 @pytest.mark.parametrize("hopper", [True, False], ids=["sm_90", "sm_80"])
 def test_every_rate_matches_oracle(code: str, bits: float, hopper: bool) -> None:
@@ -52,6 +53,7 @@ def test_every_rate_matches_oracle(code: str, bits: float, hopper: bool) -> None
     assert relative(y, oracle(x, w)) < TOLERANCE[HALF]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("code", "bits"), KINDS)
 def test_dequantized_weight_is_that_of_the_format(code: str, bits: float) -> None:
     for K in (22, 208):
@@ -59,6 +61,7 @@ def test_dequantized_weight_is_that_of_the_format(code: str, bits: float) -> Non
         assert torch.equal(trellis_gemv.dequantize(lay_out(w), HALF), w.dequantize(HALF))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("N", "K", "block", "tokens", "config"),
     [
@@ -122,6 +125,7 @@ BEFORE: dict[Prologue, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("op", BEFORE)
 @pytest.mark.parametrize("sizes", [(256, 512, 40), (33, 20, 5)], ids=["joined", "apart"])
 @pytest.mark.parametrize("rows", [3, 18])
