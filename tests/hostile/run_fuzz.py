@@ -68,7 +68,10 @@ class Shard:
         assert self.note is not None
         i, began, length = _HEAD.unpack_from(self.note)
         data = self.note[_HEAD.size : _HEAD.size + length]
-        return i, began, marshal.loads(data) if length else "an input too large to be noted"
+        try:
+            return i, began, marshal.loads(data) if length else "an input too large to be noted"
+        except (EOFError, TypeError, ValueError):  # the process writes it at this moment
+            return i, began, "an input that was being noted"
 
     def stuck(self) -> bool:
         assert self.note is not None
