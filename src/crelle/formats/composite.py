@@ -1,4 +1,4 @@
-"""Formats that wrap another one. PermutedTensor: a matrix whose input channels were sorted before it was encoded.
+"""Formats that wrap another one; PermutedTensor: a matrix whose input channels were sorted before it was encoded.
 
     W[:, order] = inner        y = W x = inner x[order]
 
@@ -25,15 +25,12 @@ from crelle.formats.storage.io import shown
 INNER: dict[str, type[QuantTensor]] = {c.format: c for c in (UniformTensor, AffineTensor, BCQTensor)}
 
 
-@register_format
 @dataclass(frozen=True, slots=True, eq=False)
-class PermutedTensor:
-    """An encoded matrix and the order of the inputs that its columns belong to."""
+class WrappedTensor:
+    """What the formats that wrap another one have in common: they do something to the inputs of a matrix."""
 
-    format: ClassVar[str] = "permuted"
     quantized: ClassVar[bool] = True
     inner: QuantTensor
-    order: Tensor  # int32 [K]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,7 +46,19 @@ class PermutedTensor:
 
     @property
     def device(self) -> torch.device:
-        return self.order.device
+        return self.inner.device
+
+    def scales(self) -> dict[str, Tensor]:
+        return self.inner.scales()
+
+
+@register_format
+@dataclass(frozen=True, slots=True, eq=False)
+class PermutedTensor(WrappedTensor):
+    """An encoded matrix and the order of the inputs that its columns belong to."""
+
+    format: ClassVar[str] = "permuted"
+    order: Tensor  # int32 [K]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         sorted_columns = self.inner.dequantize(dtype)
@@ -57,9 +66,6 @@ class PermutedTensor:
 
     def tensors(self) -> dict[str, Tensor]:
         return {**self.inner.tensors(), "order": self.order}
-
-    def scales(self) -> dict[str, Tensor]:
-        return self.inner.scales()
 
     def with_scales(self, scales: Mapping[str, Tensor]) -> "PermutedTensor":
         return PermutedTensor(self.inner.with_scales(scales), self.order)

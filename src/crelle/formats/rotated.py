@@ -6,7 +6,7 @@ H multiplies blocks of inputs by Hadamard matrices (crelle.formats.hadamard). Wi
 weight or a large input is spread over its block, and both become nearly Gaussian: what fixed levels and trellis codes
 are made for. The product is the same, since H diag(signs) is orthogonal.
 
-Layout, besides the tensors of inner:
+Layout, in addition to the tensors of inner:
     signs  uint8 [ceil(K/8)]     bit k % 8 of byte k // 8: 1 where input k changes its sign; padding bits are 0
 `block` is a power of two that divides K; 1: no Hadamard matrix. Bits per weight: those of inner + 1 / N.
 """
@@ -22,6 +22,7 @@ from crelle.errors import FormatError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor, Spec, expect, format_of, register_format, shape_of, take
 from crelle.formats.bcq import BCQTensor, UniformTensor
+from crelle.formats.composite import WrappedTensor
 from crelle.formats.hadamard import block_size, hadamard_blocks
 from crelle.formats.mixed import MixedTensor
 from crelle.formats.packing import pack_stream, unpack_stream
@@ -72,29 +73,11 @@ class Rotation:
 
 @register_format
 @dataclass(frozen=True, slots=True, eq=False)
-class RotatedTensor:
+class RotatedTensor(WrappedTensor):
     """An encoded matrix, and the rotation of its inputs."""
 
     format: ClassVar[str] = "rotated"
-    quantized: ClassVar[bool] = True
-    inner: QuantTensor
     rotation: Rotation
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.inner.shape
-
-    @property
-    def bits(self) -> float:
-        return self.inner.bits
-
-    @property
-    def group(self) -> int | None:
-        return self.inner.group
-
-    @property
-    def device(self) -> torch.device:
-        return self.inner.device
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
@@ -102,9 +85,6 @@ class RotatedTensor:
 
     def tensors(self) -> dict[str, Tensor]:
         return {**self.inner.tensors(), "signs": self.rotation.packed}
-
-    def scales(self) -> dict[str, Tensor]:
-        return self.inner.scales()
 
     def with_scales(self, scales: Mapping[str, Tensor]) -> "RotatedTensor":
         return RotatedTensor(self.inner.with_scales(scales), self.rotation)

@@ -119,3 +119,17 @@ def floats(x: Tensor | Encoded) -> Tensor:
 def takes_floats(problem: Problem) -> str | None:
     """Return None, or that a kernel without quantized activations cannot multiply them."""
     return None if problem.activation == "float" else f"takes float activations, not '{problem.activation}'"
+
+
+class WrappedKernel:
+    """Base of the kernels that change x for another one, under its name: for formats that wrap a format."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    def supports(self, problem: Problem) -> str | None:
+        return self.kernel.supports(problem)

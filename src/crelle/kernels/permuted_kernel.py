@@ -7,21 +7,11 @@ from torch import Tensor
 
 from crelle.formats.base import QuantTensor
 from crelle.formats.composite import PermutedTensor
-from crelle.kernels.base import Encoded, Kernel, Problem
+from crelle.kernels.base import Encoded, WrappedKernel
 
 
-class PermutedKernel:
+class PermutedKernel(WrappedKernel):
     """The kernel of the tensor inside, under its own name."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-
-    @property
-    def name(self) -> str:
-        return self.kernel.name
-
-    def supports(self, problem: Problem) -> str | None:
-        return self.kernel.supports(problem)
 
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
         assert isinstance(w, PermutedTensor), w.format

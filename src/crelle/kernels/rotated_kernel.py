@@ -8,7 +8,7 @@ from torch import Tensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.hadamard import hadamard_blocks
 from crelle.formats.rotated import RotatedTensor, Rotation
-from crelle.kernels.base import Encoded, Kernel, Problem
+from crelle.kernels.base import Encoded, WrappedKernel
 
 
 class Rotated(NamedTuple):
@@ -23,18 +23,8 @@ class Rotated(NamedTuple):
         return hadamard_blocks(x.float() * self.signs, self.rotation.block).to(x.dtype)
 
 
-class RotatedKernel:
+class RotatedKernel(WrappedKernel):
     """The kernel of the tensor inside, under its own name."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
-
-    @property
-    def name(self) -> str:
-        return self.kernel.name
-
-    def supports(self, problem: Problem) -> str | None:
-        return self.kernel.supports(problem)
 
     def prepare(self, w: QuantTensor, dtype: torch.dtype) -> Rotated:
         assert isinstance(w, RotatedTensor), w.format

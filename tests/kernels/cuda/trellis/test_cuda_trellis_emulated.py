@@ -90,7 +90,7 @@ def test_products_match_oracle(N: int, K: int, block: int, tokens: int, config: 
 
 
 def test_inputs_beyond_one_pass_of_the_encoder() -> None:
-    """A thread block has 16384 inputs at a time; sums of so many do not fit into 32 bits."""
+    """A thread block has 16384 inputs at a time; sums of more do not fit into 32 bits."""
     K = 17408
     w = random_trellis(32, K, "mul1", 1.0, 1024)
     laid, x = lay_out(w), torch.randn(2, K, dtype=HALF)

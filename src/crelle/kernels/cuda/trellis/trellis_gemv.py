@@ -151,7 +151,7 @@ def _choose(bits: float, tiles: int, units: int, size: int, processors: int, hop
 
     def cost(split: int) -> float:
         rounds = -(-tiles * split // places)
-        return rounds * (units / split + 16)  # what a thread block takes besides: about as long as so many units
+        return rounds * (units / split + 16)  # the fixed time of a thread block: that of about 16 units
 
     split = min((s for s in SPLITS if s == 1 or units >= 8 * s), key=cost)
     fitting = (TrellisTileConfig(8, s, run, 2, split) for s in (4, 3, 2))

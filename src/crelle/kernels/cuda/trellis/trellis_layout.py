@@ -4,7 +4,7 @@
 
 A unit holds 32 rings, one for each lane of a warp, which has row block lane / 4 and column group lane % 4 of it. Their
 words are interleaved: 16 bytes of each lane, then the next 16 (8 where a ring has no multiple of 16), so that a warp
-loads whole lines. Padding stands for some numbers that nobody reads, or that x is 0 for.
+loads whole lines. Padding is never read, or multiplied by an x of 0.
 """
 
 import hashlib
