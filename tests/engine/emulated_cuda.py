@@ -58,7 +58,7 @@ class EmulatedExecutor(CudaExecutor):
         super().__init__(model, layers, centers, step=step, **options)
         self.on_cpu, self.prefill_differs = on_cpu, on_cpu.prefill_differs
 
-    def graph(self, rows: int) -> Any:
+    def graph(self, rows: int, verifies: bool = False) -> Any:
         return _Graph(self, bucket_of(rows))
 
     def _prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, list[int]]:

@@ -29,20 +29,19 @@ def prompts(n: int) -> list[list[int]]:
 
 
 def alone(model: LLM, prompt: list[int], tokens: int, **options: Any) -> list[int]:
-    handle = Engine(model, pages=32, batch_invariant=True, **options).add(
-        prompt, Sampling(max_tokens=tokens), ignore_end=True
-    )
+    engine = Engine(model, pages=32, batch_invariant=True, speculate="off", **options)
+    handle = engine.add(prompt, Sampling(max_tokens=tokens), ignore_end=True)
     assert sum(event.token is not None for event in handle) == tokens
     return handle.outputs[0].completion.tokens
 
 
+@pytest.mark.parametrize("speculate", ["off", "ngram:adaptive=false"])
 @pytest.mark.parametrize("kv", ["16", "8", "4"])
 @pytest.mark.parametrize("scheme", ["rtn:bits=4,group=64", "fp16"])
-def test_greedy_texts_are_the_same_alone_and_in_any_batch(scheme: str, kv: str) -> None:
+def test_greedy_texts_are_the_same_alone_and_in_any_batch(scheme: str, kv: str, speculate: str) -> None:
     model = llm(scheme)
-    engine = Engine(
-        model, kv=kv, pages=100, max_batch=20, budget=48, watermark=0, batch_invariant=True
-    )  # some must make way
+    sizes: dict[str, Any] = {"pages": 100, "watermark": 0, "max_batch": 20, "budget": 48}  # some must make way
+    engine = Engine(model, kv=kv, batch_invariant=True, speculate=speculate, **sizes)
     started, start = 0, engine.runner.start
 
     def counted(step: Any) -> Any:
@@ -57,7 +56,10 @@ def test_greedy_texts_are_the_same_alone_and_in_any_batch(scheme: str, kv: str) 
         for _ in range(i % 3):
             engine.step()
     engine.run()
-    assert started == engine.stats.steps
+    if speculate == "off":
+        assert started == engine.stats.steps
+    else:
+        assert engine.stats.tokens_drafted > 0
     assert sum(handle.outputs[0].preemptions for handle in handles) > 0
     for i, (prompt, handle) in enumerate(zip(asked, handles, strict=True)):
         assert handle.outputs[0].completion.tokens == alone(model, prompt, 64 + i % 3, kv=kv)

@@ -345,6 +345,7 @@ class Engine:
         if before:
             with self._lock:
                 step = self.scheduler.trim()
+        captures = self.runner.captures
         try:
             with self.llm.lock:
                 drafts = self.speculator.fill(step)
@@ -357,7 +358,7 @@ class Engine:
         if step:
             self._faults.failed_runs = 0
         accepted = {s: len(tokens) - 1 for s, tokens in zip(step.samples, sampled, strict=True) if len(tokens) > 1}
-        self._ended(step, accepted, begun)
+        self._ended(step, accepted, begun, usual=captures == self.runner.captures)
         with self._lock:
             self.scheduler.update(step, [tokens[-1].token for tokens in sampled], accepted)
         for s, tokens in zip(step.samples, sampled, strict=True):
@@ -367,10 +368,10 @@ class Engine:
             except BaseException as e:
                 self._doom(s, "error", e)
 
-    def _ended(self, step: Step, accepted: Mapping[Sequence, int], begun: float) -> None:
-        """Count a step that ended."""
+    def _ended(self, step: Step, accepted: Mapping[Sequence, int], begun: float, *, usual: bool = True) -> None:
+        """Count a step that ended; usual: its time is that of others, no graph was captured."""
         seconds = self._clock.ended(step.prefills, begun)
-        self.speculator.note(step, accepted, seconds)
+        self.speculator.note(step, accepted, seconds if usual else None)
         right = sum(accepted.values())
         for name, by in {"run": step.drafted, "sampled": right, "drafted": step.drafted, "accepted": right}.items():
             self._counts[name] += by

@@ -47,6 +47,11 @@ class ModelRunner:
     def nbytes(self) -> int:
         return sum(pages.nbytes for pages in self.layers)
 
+    @property
+    def captures(self) -> int:
+        """How many graphs there are: a step that captures one takes much longer than the next."""
+        return sum(executor.captures for executor in self._executors.values() if isinstance(executor, CudaExecutor))
+
     def grow(self, pages: int) -> None:
         """Grow to that many pages, keeping what is in those that there are; no step is under way."""
         self._executors.clear()  # they hold tensors, and graphs over them

@@ -26,6 +26,10 @@ def run(
     rounds: Annotated[int, typer.Option("--rounds", help="Pairs of runs, one with drafts and one without.")] = 5,
     prompt: Annotated[int, typer.Option("--prompt", help="Tokens per prompt that answers repeat.")] = 256,
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens per completion.")] = 128,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact/--no-exact", help="Batch-invariant engines, whose answers must be equal, or faster."),
+    ] = True,
     results: ResultFile = None,
     *,
     options: ModelOptions,
@@ -33,6 +37,7 @@ def run(
 ) -> None:
     """Decode the same prompts with guessed tokens and without, alternating, and check that the answers are equal.
 
+    With --no-exact on a GPU they may differ as they do from batch to batch; the share of equal ones is reported.
     Prompts that answers repeat are Crelle's own source files; prose shows what guessing costs where it does not help.
 
     **Example**: `crelle bench speculate out/m --clients 1,16 --out bench/results/speculation`
@@ -51,7 +56,7 @@ def run(
     rows = Rows(results)
     for n in sizes:
         for kind in kinds:
-            how = partial(measure, llm, scheme_of(llm.weights), speculate, kind, n, rounds, prompt, tokens)
+            how = partial(measure, llm, scheme_of(llm.weights), speculate, kind, n, rounds, prompt, tokens, exact=exact)
             rows.add(f"{n} clients, {kind}", how)
     if rows.finish(json, drawn=False):
         table = Table("clients", "prompts", "tokens/s", "without", "speedup", "accepted", "guessed", "steps", "without")

@@ -116,8 +116,8 @@ class Speculator:
         self._drafting = perf_counter() - begun
         return found
 
-    def note(self, step: Step, accepted: Mapping[Sequence, int], seconds: float) -> None:
-        """Take note of a step that ended; seconds: of the model and the samplers."""
+    def note(self, step: Step, accepted: Mapping[Sequence, int], seconds: float | None) -> None:
+        """Take note of a step that ended; seconds: of the model and the samplers, None: of no use for estimates."""
         drafted = 0
         for chunk in step.chunks:
             if chunk.draft and (track := self._tracks.get(chunk.sequence)) is not None:
@@ -128,7 +128,7 @@ class Speculator:
                 drafted += len(chunk.draft)
         if drafted:
             self._pauses.tried(paid=self._paid)
-        if not step.prefills:
+        if not step.prefills and seconds is not None:
             rows = len(step.chunks)
             self._times.add((step.precision, rows), rows + drafted, seconds - self._drafting)
         self._drafting = 0.0

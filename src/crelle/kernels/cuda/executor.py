@@ -6,8 +6,8 @@
     prefill    all rows of all chunks go through the linears together, and through varlen attention over what their
                pages hold, so that they see what later tokens will see and not values that were never stored
                (batch_invariant: token by token, as decode steps do); as graphs too (prefill_graph.py)
-    verify     tokens that are guessed are rows of their own in the decode graph, which appends those of all rows before
-               any attends (batch_invariant; else they run as a prompt's tokens do)
+    verify     tokens that are guessed are rows of their own in a decode graph, which appends those of all rows before
+               any attends: the same step, except that attention waits for what is appended
     linears    step/fused_linear.py
 
 A row does not depend on the other rows' values, but in its last bits on their number: each bucket has its own order of
@@ -95,21 +95,27 @@ class CudaExecutor:
         """Share the pages of all layers with others of the same form; step: one that has packed the weights already."""
         self.model, self.pages, self.centers, self.batch_invariant = model, layers, centers, batch_invariant
         self.step = step or Step(model)
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._prefill_graphs: dict[PrefillBucket, PrefillGraph] = {}
         self._pool: Any = None
         self._turn = 0
         self.lock = RLock()
 
+    @property
+    def captures(self) -> int:
+        """Number of graphs."""
+        return len(self._graphs) + len(self._prefill_graphs)
+
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Store the tokens of all chunks; return logits f32 [wanted rows, V]. The next call overwrites them."""
-        if self.batch_invariant:
+        verifies = any(chunk.verified for chunk in chunks)
+        if verifies:
             chunks = [one for chunk in chunks for one in (_single(chunk) if chunk.verified else (chunk,))]
         with self.lock:
-            return self._forward(chunks)
+            return self._forward(chunks, verifies)
 
-    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+    def _forward(self, chunks: Sequence[Chunk], verifies: bool) -> Tensor:
         decode = [i for i, c in enumerate(chunks) if len(c.ids) == 1]
         prefill = [i for i, c in enumerate(chunks) if len(c.ids) > 1]
         found, whose = list[Tensor](), list[int]()
@@ -119,7 +125,7 @@ class CudaExecutor:
             whose += [prefill[row] for row in who]
         batches = [decode[at : at + BUCKETS[-1]] for at in range(0, len(decode), BUCKETS[-1])]
         for batch in batches:
-            logits = self.graph(len(batch)).run([chunks[i] for i in batch])
+            logits = self.graph(len(batch), verifies).run([chunks[i] for i in batch])
             if len(batch) == len(chunks) and all(c.wanted for c in chunks):
                 return logits  # what most steps are
             found.append(logits.clone() if len(batches) > 1 else logits)
@@ -144,21 +150,25 @@ class CudaExecutor:
         return torch.tensor(values, dtype=dtype).pin_memory().to(self.model.device, non_blocking=True)
 
     @torch.inference_mode()
-    def graph(self, rows: int) -> "_Graph":
-        """Return the graph for so many sequences, captured when it is first asked for."""
+    def graph(self, rows: int, verifies: bool = False) -> "_Graph":
+        """Return the graph for so many rows, captured when it is first asked for.
+
+        verifies: some of them may be of one sequence.
+        """
         bucket = bucket_of(rows)
         with self.lock:
-            if bucket not in self._graphs:
-                self._graphs[bucket] = _Graph(self, bucket, self._inputs)
-                self._pool = self._graphs[bucket].capture(self._pool)
-            return self._graphs[bucket]
+            if (bucket, verifies) not in self._graphs:
+                found = self._graphs[bucket, verifies] = _Graph(self, bucket, self._inputs, verifies)
+                self._pool = found.capture(self._pool)
+            return self._graphs[bucket, verifies]
 
     @torch.inference_mode()
     def kernels(self, sequences: Iterable[int], prompt_tokens: Iterable[int]) -> set[tuple[str, str]]:
         """Return what decode steps of so many sequences and prefills of so many tokens launch, for jit.compile_all."""
         with self.lock, recording() as found:
             for bucket in sorted({bucket_of(n) for n in sequences}):
-                self._inputs.argmax(_Graph(self, bucket, self._inputs).run_eagerly())
+                for verifies in (False, True):
+                    self._inputs.argmax(_Graph(self, bucket, self._inputs, verifies).run_eagerly())
             context = self.model.spec.context
             for tokens in prompt_tokens:
                 parts = [min(context, tokens - at) for at in range(0, tokens, context)]
@@ -189,7 +199,8 @@ class CudaExecutor:
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return f32 [N, V] for x [N, width]."""
-        dtype = torch.float32 if x.shape[0] <= 4 else None  # few rows come as f32, others are made so once
+        # Few rows come as f32, others are rounded to 16 bits: batch-invariant, all are, else ties would differ.
+        dtype = torch.float32 if x.shape[0] <= 4 and not self.batch_invariant else None
         y, _ = self.step.head.norm_linear(x, None, self.step.norm_op, self.step.norm, self.batch_invariant, dtype)
         return y.float() if out is None else out.copy_(y)
 
@@ -383,10 +394,10 @@ class _Where:
 
 
 class _Graph:
-    """The step of up to `bucket` sequences, captured."""
+    """The step of up to `bucket` rows, captured."""
 
-    def __init__(self, batch: CudaExecutor, bucket: int, inputs: GraphInputs) -> None:
-        self.bucket, self._inputs = bucket, inputs
+    def __init__(self, batch: CudaExecutor, bucket: int, inputs: GraphInputs, verifies: bool) -> None:
+        self.bucket, self._inputs, self._verifies = bucket, inputs, verifies
         self._owner = weakref.ref(batch)  # no cycle: who drops the executor drops its graphs, here and now
         self.where = _Where(inputs.table[:bucket], inputs.at[0, :bucket])
         self._configs = [batch.tile_config(bucket, i) for i in range(len(batch.pages))]
@@ -433,7 +444,8 @@ class _Graph:
 
         batch, pages, a = self._batch, self._batch.pages[i], layer.spec.attention
         encodes = layer.o.takes_bitserial and decode_attention.can_encode(a.head_size, a.heads)
-        if decode_attention.supports_pages(pages, qkv.dtype, self.where.table.shape[1] * pages.format.page) is None:
+        room = self.where.table.shape[1] * pages.format.page
+        if not self._verifies and decode_attention.supports_pages(pages, qkv.dtype, room) is None:
             how = decode_attention.RopeNormArgs(
                 layer.cos, layer.sin, layer.window, layer.q_norm, layer.k_norm, layer.eps
             )
@@ -443,6 +455,7 @@ class _Graph:
             return self._attend(i, layer, qkv)  # type: ignore[return-value]
         q, lengths = batch.append(i, layer, qkv, self.where), self._inputs.at[1, : self.bucket]
         options = {"window": layer.window, "config": self._configs[i], "semaphores": self._semaphores}
+        options["pdl"] = not self._verifies
         return paged_attention.attend_encode(q, pages, self.where.table, lengths, qkv.dtype, **options)
 
     def _attend(self, i: int, layer: StepLayer, qkv: Tensor) -> "Tensor | PackedX":
@@ -453,6 +466,7 @@ class _Graph:
         a = layer.spec.attention
         fits = a.head_size == 128
         packed_for = layer.o.takes_packed(self.bucket, a.heads * a.head_size, batch.batch_invariant) if fits else None
-        options = {"semaphores": self._semaphores, "packed_for": packed_for}
+        # Rows that are verified see tokens that `append` has just stored: attention must not read ahead of it.
+        options = {"semaphores": self._semaphores, "packed_for": packed_for, "pdl": not self._verifies}
         y = batch.attend(i, q, self.where.table, lengths, layer.window, self._configs[i], **options)
         return y.view(self.bucket, -1) if packed_for is None else PackedX(self.bucket, y.dtype, y, self._flags)

@@ -287,12 +287,13 @@ def attend_encode(
     window: int | None = None,
     config: PagedTileConfig | None = None,
     semaphores: Tensor | None = None,
+    pdl: bool = True,
 ) -> BitSerialX:
     """The same for what `append` returned: rounded to `dtype`, then bit-serial (decode_attention.can_encode)."""
     B, H, _ = q.shape
     made = BitSerialX.empty(B, H, 1, q.device)
     out = made.bits, made.scale
-    _attend(q, pages, table, lengths, window, None, dtype, out, config, semaphores, (0, False), columns(B), True)
+    _attend(q, pages, table, lengths, window, None, dtype, out, config, semaphores, (0, False), columns(B), pdl)
     return made
 
 
