@@ -1,15 +1,17 @@
 """Speeds of two trees in turns on one machine, by the same `crelle bench` commands: did a change cost any?
 
-    python bench/trees/compare_trees.py cpu|cuda OLD NEW OUT.json [--rounds 2] [--threads 2]
+    python bench/trees/compare_trees.py cpu|cuda OLD NEW OUT.json [--rounds 2] [--threads 2] [--only gemv]
 
-OLD and NEW are checkouts; each needs its C++ core at TREE/build/dev (cmake -S TREE -B TREE/build/dev -G Ninja). Every
-command runs in a process of its own, OLD, NEW, NEW, OLD, …; the medians are compared. CPU: SmolLM2's shape, decoding,
-prompts of 512 tokens, 16 sequences at once, 1 and 16 clients. CUDA: gemv, Llama-2-7B, serving within 24 GB, OPT-175B.
+OLD and NEW are checkouts; for `cpu` each needs its C++ core at TREE/build/dev (cmake -S TREE -B TREE/build/dev -G
+Ninja). Every command runs in a process of its own, OLD, NEW, NEW, OLD, …; the medians are compared. CPU: SmolLM2's
+shape, decoding, prompts of 512 tokens, 16 sequences at once, 1 and 16 clients. CUDA: gemv, Llama-2-7B, serving within
+24 GB, OPT-175B.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -79,17 +81,21 @@ def commands(kind: str, threads: int) -> Iterator[tuple[str, str, Callable[[Row]
     yield "opt-175b", f"{opt} --no-baseline --no-energy", step
 
 
-def environment_of(tree: Path) -> dict[str, str]:
-    """Return the environment in which Python finds a tree's modules and its C++ core."""
+def environment_of(tree: Path, kind: str) -> dict[str, str]:
+    """Return the environment in which Python finds a tree's modules and its C++ core; packages stay where they are."""
+    path = os.pathsep.join([str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"}
+    if kind == "cuda":
+        return environment
     core = next((tree / "build/dev").glob("_core*.so"), None)
     if core is None:
         sys.exit(f"{tree}/build/dev has no _core*.so; build it with cmake first")
-    return os.environ | {"PYTHONPATH": str(tree / "src"), "CRELLE_CORE": str(core), "OMP_WAIT_POLICY": "PASSIVE"}
+    return environment | {"CRELLE_CORE": str(core)}
 
 
-def run(tree: Path, arguments: str) -> list[Row]:
+def run(tree: Path, kind: str, arguments: str) -> list[Row]:
     command = [sys.executable, "-c", DROP_EDITABLE + RUN_CRELLE, "bench", *arguments.split(), "--json"]
-    done = subprocess.run(command, env=environment_of(tree), capture_output=True, text=True)
+    done = subprocess.run(command, env=environment_of(tree, kind), capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{tree}: crelle bench {arguments}: {done.stderr.strip()[-500:]}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
@@ -104,14 +110,17 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", default="", help="a regular expression for names of commands")
     args = parser.parse_args()
     rows: list[Row] = []
     for name, arguments, pick in commands(args.kind, args.threads):
+        if not re.search(args.only, name):
+            continue
         found: dict[str, dict[str, list[float]]] = {}
         for turn in range(args.rounds):
             trees = ("old", args.old), ("new", args.new)
             for label, tree in trees if turn % 2 == 0 else trees[::-1]:
-                for row in run(tree.resolve(), arguments):
+                for row in run(tree.resolve(), args.kind, arguments):
                     for key, value in pick(row).items():
                         found.setdefault(key, {"old": [], "new": []})[label].append(value)
         for key, each in found.items():
@@ -121,6 +130,7 @@ def main() -> None:
                 {"name": name, "of": key, "command": f"crelle bench {arguments}", **each, "new_over_old": ratio}
             )
         command = f"python bench/trees/compare_trees.py {args.kind} OLD NEW {args.out.name} --rounds {args.rounds}"
+        command += f" --only '{args.only}'" if args.only else ""
         write_result(args.out, {"command": command, "rows": rows})
 
 

@@ -214,7 +214,7 @@ def _trellis(capability: tuple[int, int]) -> Iterator[Instantiation]:
         w = trellis_layout.lay_out(TrellisTensor.random(spec, torch.Generator()))
         for j, size in enumerate(trellis_gemv.TOKENS):
             tall = replace(w, units=w.units[:, :1].expand((16, 43, 192)[(i + j) % 3], 256, -1))
-            config = trellis_gemv.choose(tall, size, 132, capability == (9, 0))
+            config = trellis_gemv.choose(tall, 132, capability == (9, 0))
             yield trellis_gemv.product_variant(w, size, config, (HALF, BF16)[(i + j) % 2])
         yield trellis_gemv.dequant_variant(replace(w, K=K + i % 2), (HALF, BF16)[i // 2 % 2])
     for i, op in enumerate(_OPS):

@@ -67,9 +67,9 @@ def test_tile_configs_fit(bits: float, size: int) -> None:
     w = lay_out(random_trellis(256, 64, "pair", bits))
     for tiles, units in ((1, 4), (16, 256), (43, 256), (48, 768), (192, 768), (16, 4096)):
         tall = replace(w, units=w.units[:, :1].expand(tiles, units, -1))
-        c = trellis_gemv.choose(tall, size, 132, True)
+        c = trellis_gemv.choose(tall, 132, True)
         assert c.occupancy * (trellis_gemv.shared_bytes(tall, size, c) + 1024) <= 228 * 1024
         assert c.split == 1 or units >= 8 * c.split
-        old = trellis_gemv.choose(tall, size, 108, False)
+        old = trellis_gemv.choose(tall, 108, False)
         assert trellis_gemv.shared_bytes(tall, size, old) <= 99 * 1024
         assert old == TrellisTileConfig(8, 2, old.run, 1, 0)

@@ -24,10 +24,9 @@ from crelle.kernels.cuda.trellis.trellis_layout import ROWS, TrellisWeight
 
 GEMV_ROWS = 16  # beyond, dequantizing once for torch should cost less: an estimate
 TOKENS = (1, 2, 4)  # of a launch's pass over the weight
-SPLITS = (1, 2, 3, 4, 5, 6, 7, 8)  # thread blocks of a cluster
+SPLITS = (1, 2, 4, 8)  # thread blocks of a cluster: of 3 or 5, fewer fit on the GPU at once
 _ENCODE_WARPS, _OTHER_WARPS = 16, 8
 _SCRATCH = 96 << 20  # bytes of a dequantized slab of rows
-_ROOM = 227 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ def product(
     y = torch.empty(x.tokens, w.N, dtype=x.dtype, device=x.digits.device) if out is None else out
     if not x.tokens:
         return y
-    c = config or choose(w, x.size)
+    c = config or choose(w)
     tiles, units = w.units.shape[:2]
     load(*product_variant(w, x.size, c, x.dtype))(
         (tiles * max(1, c.split), x.digits.shape[0], 1),
@@ -123,39 +122,29 @@ def product(
 
 def shared_bytes(w: TrellisWeight, size: int, c: TrellisTileConfig) -> int:
     """Dynamic shared memory, as TrellisShared has it."""
-    return _shared_bytes(w.bits, size, c)
-
-
-def _shared_bytes(bits: float, size: int, c: TrellisTileConfig) -> int:
     sums = 32 * (64 * size + (8 if size == 4 else 4))
-    warp = max(c.stages * c.run * int(512 * bits), sums)
+    warp = max(c.stages * c.run * int(512 * w.bits), sums)
     first = -(-(c.warps * c.stages + 1) * 8 // 128) * 128
     received = c.split * -(-128 // c.split) * size * 16 if c.split > 1 else 0
     return first + c.warps * warp + received
 
 
-def choose(w: TrellisWeight, size: int, processors: int | None = None, hopper: bool | None = None) -> TrellisTileConfig:
-    """Return a tile config: thread blocks shared out evenly among the processors, all loads in flight."""
+def choose(w: TrellisWeight, processors: int | None = None, hopper: bool | None = None) -> TrellisTileConfig:
+    """Return a tile config for any number of tokens."""
     if hopper is None:
         hopper = torch.cuda.get_device_capability() == (9, 0)
-    return _choose(w.bits, w.units.shape[0], w.units.shape[1], size, processors or multiprocessors(), hopper)
+    return _choose(*w.units.shape[:2], processors or multiprocessors(), hopper)
 
 
 @cache
-def _choose(bits: float, tiles: int, units: int, size: int, processors: int, hopper: bool) -> TrellisTileConfig:
-    """Not measured yet: few rounds of thread blocks that all processors have a part in, then large shares of inputs."""
-    run = 2 if bits <= 2 else 1
+def _choose(tiles: int, units: int, processors: int, hopper: bool) -> TrellisTileConfig:
+    """As measured on an H200, within a tenth of the best (bench/gpu/trellis_cuda.py): one round of thread blocks."""
     if not hopper:
-        return TrellisTileConfig(8, 2, run, 1, 0)
-    places = 2 * processors
-
-    def cost(split: int) -> float:
-        rounds = -(-tiles * split // places)
-        return rounds * (units / split + 16)  # the fixed time of a thread block: that of about 16 units
-
-    split = min((s for s in SPLITS if s == 1 or units >= 8 * s), key=cost)
-    fitting = (TrellisTileConfig(8, s, run, 2, split) for s in (4, 3, 2))
-    return next(c for c in fitting if 2 * (_shared_bytes(bits, size, c) + 1024) <= _ROOM + 1024 or c.stages == 2)
+        return TrellisTileConfig(8, 2, 2, 1, 0)
+    fitting = [s for s in SPLITS if units >= 8 * s and tiles * s <= 2 * processors]
+    # More tiles than processors: several rounds anyway, which smaller shares fill better.
+    split = 2 if tiles > processors and units >= 16 else max(fitting, default=1)
+    return TrellisTileConfig(8, 2, 2, 2, split)
 
 
 def dequant_variant(w: TrellisWeight, dtype: torch.dtype) -> tuple[str, str]:
