@@ -32,6 +32,7 @@ from crelle.formats.trellis import TrellisTensor
 
 INNER = tuple(c.format for c in (UniformTensor, AffineTensor, BCQTensor, MixedTensor, TrellisTensor))
 MAX_BLOCK = 1024
+_SEED = 0x7E11  # of signs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +48,11 @@ class Rotation:
         """Return the widest rotation of K inputs that there is, with random signs."""
         signs = torch.randint(2, (K,), generator=generator, device=generator.device, dtype=torch.uint8)
         return cls(pack_stream(signs, 1), K, min(MAX_BLOCK, block_size(K)))
+
+    @classmethod
+    def of_inputs(cls, K: int) -> Self:
+        """Return the rotation that quantizers give K inputs: the same in every matrix, so that q, k and v share x."""
+        return cls.random(K, torch.Generator().manual_seed(_SEED + K))
 
     def signs(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ±1 [K]."""
@@ -147,7 +153,7 @@ class RotatedTensor(WrappedTensor):
     def random(cls, spec: Mapping[str, Any], generator: torch.Generator) -> Self:
         inner = _inner(spec)
         matrix = format_of(inner).random(inner, generator)
-        rotation = Rotation.random(matrix.shape[1], generator)
+        rotation = Rotation.of_inputs(matrix.shape[1]).to(generator.device)
         return cls(matrix, Rotation(rotation.packed, rotation.K, spec["block"]))
 
     @classmethod

@@ -243,7 +243,7 @@ class _Passes:
 
 
 def _search(config: Auto, model: CalibrationModel, tokens: Tensor, device: torch.device, times: StageTimes) -> _Passes:
-    """Measure the search on one layer: passes with few tokens and with all, of which the difference is the tokens'."""
+    """Measure the search on one layer; of passes with few tokens and with all, the difference is the tokens'."""
     few = tokens[:, : max(8, tokens.shape[1] // 8)]
 
     def passes(rows: Tensor) -> None:
@@ -265,10 +265,11 @@ def _search(config: Auto, model: CalibrationModel, tokens: Tensor, device: torch
     if device.type == "cuda":  # a first time, for what is compiled or loaded when it is first needed
         search(tokens)
     short, short_head, _ = measured(passes, few)
-    long, long_head, fits = measured(search, tokens)
+    long, long_head, _ = measured(passes, tokens)
+    whole, _, fits = measured(search, tokens)
     more = max(1, tokens.numel() - few.numel())
     token = max(0.0, long - short) / more
-    return _Passes(token, max(0.0, short - few.numel() * token) + fits, max(0.0, long_head - short_head) / more)
+    return _Passes(token, max(0.0, whole - tokens.numel() * token) + fits, max(0.0, long_head - short_head) / more)
 
 
 def _guidance(model: CalibrationModel, tokens: Tensor, device: torch.device, times: StageTimes) -> _Passes:

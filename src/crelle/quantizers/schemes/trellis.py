@@ -25,7 +25,7 @@ from crelle.quantizers.solvers.grouping import require_finite
 from crelle.quantizers.solvers.trellis_solver import LEFT, BlockFactor, encode
 from crelle.quantizers.stage_times import FACTOR, TARGET, timed
 
-_SEED = 0x7E11
+_SEED = 0x7E11  # of noise
 
 
 class _Prepared(NamedTuple):
@@ -82,7 +82,7 @@ class Trellis(HessianConfig):
     def row_errors(self, weight: Tensor, rows: Tensor, by: LDLFactor) -> Tensor:
         """Return an error W - Ŵ of some rows such as the search would leave: noise of its size, fed back likewise."""
         if (key := "trellis") not in by.kept:
-            rotation = _rotation(len(by.cost)).to(weight.device)
+            rotation = Rotation.of_inputs(len(by.cost)).to(weight.device)
             mix = factor(_rotated(by.damped, rotation), 0.0, act_order=False).mix
             mix.diagonal().add_(1)
             by.kept[key] = mix
@@ -90,13 +90,13 @@ class Trellis(HessianConfig):
         size = target.square().mean(1, keepdim=True).sqrt() * LEFT[self.values.name][self.bits] ** 0.5
         noise = torch.randn(target.shape, generator=torch.Generator().manual_seed(_SEED)).to(target.device) * size
         left = torch.linalg.solve_triangular(by.kept[key], noise, upper=True, unitriangular=True, left=False)
-        return _rotation(len(by.cost)).to(weight.device).undone(left)
+        return Rotation.of_inputs(len(by.cost)).to(weight.device).undone(left)
 
     def _prepared(self, stats: Stats) -> _Prepared:
         key = self.scheme, self.damp, self.rotate
         if key not in stats.kept:
             H = stats.hessian
-            rotation = _rotation(len(H)).to(H.device) if self.rotate else None
+            rotation = Rotation.of_inputs(len(H)).to(H.device) if self.rotate else None
             by = factor(H if rotation is None else _rotated(H, rotation), self.damp, act_order=False)
             stats.kept[key] = _Prepared(rotation, by, BlockFactor.of(by))
         found: _Prepared = stats.kept[key]
@@ -109,17 +109,12 @@ class Trellis(HessianConfig):
         inner = {**self.format_settings(), "shape": list(shape), "bits": self.bits}
         if not self.rotate:
             return inner
-        block = _rotation(shape[1]).block
+        block = Rotation.of_inputs(shape[1]).block
         return {"format": RotatedTensor.format, "shape": list(shape), "block": block, "inner": inner}
 
     def __str__(self) -> str:
         text = HessianConfig.__str__(self)
         return text.replace(f"bits={self.bits}", f"bits={self.bits:g}")
-
-
-def _rotation(K: int) -> Rotation:
-    """Return the rotation of K inputs: the same in every matrix, so that it is computed once for q, k and v."""
-    return Rotation.random(K, torch.Generator().manual_seed(_SEED + K))
 
 
 def _rotated(hessian: Tensor, rotation: Rotation) -> Tensor:

@@ -11,6 +11,7 @@ from plane_weights import relative
 from torch import Tensor
 from trellis_weights import KINDS, random_trellis
 
+from crelle.formats.rotated import RotatedTensor, Rotation
 from crelle.formats.trellis import TrellisTensor
 from crelle.kernels.base import Prepared, Problem
 from crelle.kernels.cuda.dense import dense
@@ -158,8 +159,8 @@ def test_linears_of_one_input_with_what_comes_before(op: Prologue, sizes: tuple[
 
 def test_kernel_shares_inputs_of_one_rotation() -> None:
     kernel: Any = CudaTrellis()
-    a, b = (random_trellis(64, 96, "mul1", 3.0, 32, seed=s) for s in (1, 2))
-    same = type(b)(b.inner, a.rotation)  # type: ignore[union-attr,call-arg]
+    a, same = (random_trellis(64, 96, "mul1", 3.0, 32, seed=s) for s in (1, 2))
+    b = RotatedTensor(same.inner, Rotation.random(96, torch.Generator().manual_seed(1)))  # type: ignore[union-attr]
     first, other, shared = (kernel.prepare(w, HALF) for w in (a, b, same))
     assert kernel.shares(first, shared)
     assert not kernel.shares(first, other)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from trellis_weights import KINDS, random_trellis
 
+from crelle.formats.rotated import RotatedTensor, Rotation
 from crelle.formats.trellis import COLUMNS, states_of
 from crelle.formats.trellis import ROWS as RING_ROWS
 from crelle.kernels import cuda
@@ -47,8 +48,8 @@ def test_a_lane_has_its_ring_in_pieces(code: str, bits: float) -> None:
 
 def test_whole_tiles_of_one_rotation_are_joined() -> None:
     a, b, c = (random_trellis(n, 64, "pair", 2.0, 16, seed=n) for n in (256, 512, 40))
-    others = [type(b)(w.inner, a.rotation) for w in (b, c)]  # type: ignore[union-attr,call-arg]
-    laid = [lay_out(w) for w in (a, *others)]
+    laid = [lay_out(w) for w in (a, b, c)]  # as a quantizer rotates them, and a random model
+    turned = Rotation(Rotation.random(64, torch.Generator().manual_seed(1)).packed, 64, 16)
     joined = join(laid)
     assert joined is not None
     whole, parts = joined
@@ -56,9 +57,9 @@ def test_whole_tiles_of_one_rotation_are_joined() -> None:
     for part, own in zip(parts, laid, strict=True):
         assert (part.N, part.units.tolist(), part.scale.tolist()) == (own.N, own.units.tolist(), own.scale.tolist())
         assert part.units.untyped_storage().data_ptr() == whole.units.untyped_storage().data_ptr()
-    assert join([laid[0], lay_out(b)]) is None  # another rotation
+    assert join([laid[0], lay_out(RotatedTensor(b.inner, turned))]) is None  # type: ignore[union-attr]
     assert join([laid[2], laid[0]]) is None  # a tile that is not whole
-    assert join([laid[0], lay_out(random_trellis(256, 64, "pair", 3.0))]) is None
+    assert join([laid[0], lay_out(random_trellis(256, 64, "pair", 3.0))]) is None  # not rotated
 
 
 @pytest.mark.parametrize("size", trellis_gemv.TOKENS)
