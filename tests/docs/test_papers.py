@@ -13,6 +13,7 @@ RESULTS = ROOT / "bench" / "results"
 
 
 ENGLISH = {7: "seven"}
+JOULES = "joules_per_token"
 
 
 def result(name: str) -> dict[str, Any]:
@@ -32,6 +33,11 @@ def section(title: str) -> str:
 
 def bits_of(row: dict[str, Any]) -> int:
     return int(re.findall(r"bits=(\d)", row["scheme"])[0])
+
+
+def time_and_size(row: dict[str, Any]) -> tuple[str, str]:
+    """Return milliseconds of a token, and gigabytes."""
+    return f"{row['milliseconds_per_token']:.2f}", f"{row['weight_bytes'] / 1e9:.1f}"
 
 
 def timed(row: dict[str, Any]) -> str:
@@ -184,7 +190,7 @@ def test_energy() -> None:
 
 def test_whole_steps() -> None:
     table = section("Tables 3, 6 and 7: whole models")
-    for name in ("llama2-7b", "llama-30b", "llama-65b", "opt-30b", "opt-66b"):
+    for name in ("llama2-7b", "opt-30b", "opt-66b"):
         found = {r["scheme"]: f"{r['milliseconds_per_token']:.2f}" for r in rows(f"h200-decode-{name}")}
         (shown,) = (text for text in table.split("\n") if text.startswith("|") and f"h200-decode-{name}.json" in text)
         assert f"| {found['bcq:bits=4,group=128']} | {found['bcq:bits=3,group=128']} |" in shown
@@ -195,6 +201,19 @@ def test_whole_steps() -> None:
     assert f"{row['milliseconds_per_token']:.2f} ms, {times:.2f} times fp16" in table
 
 
+def test_llama_in_the_engine() -> None:
+    table, ms = section("Tables 3, 6 and 7: whole models"), dict[str, list[float]]()
+    for r in rows("h200-papers-llama"):
+        ms.setdefault(r["model"].replace("llama2-", "llama-"), []).append(r["milliseconds_per_token"])
+    for model, theirs in {"llama-13b": "9.3", "llama-30b": "18.1", "llama-65b": "31.3"}.items():
+        shown = " | ".join(f"{time:.2f}" for time in ms[model])
+        assert f"| LLaMA-{model[6:].upper()} | " in table
+        assert f", {theirs} | {shown} |" in table
+    assert f"LLaMA-30B at 3 bits {ms['llama-30b'][0] / ms['llama-30b'][2]:.2f} times" in table
+    (before,) = (r for r in rows("h200-decode-llama-65b") if "bits=3" in r["scheme"])
+    assert f"LLaMA-65B at 3 bits took {before['milliseconds_per_token']:.2f} ms" in table
+
+
 def test_opt_175b() -> None:
     part, found = section("Tables 4, 5 and 9: OPT-175B on one GPU"), steps()
     for bits in (1, 2, 3):
@@ -202,7 +221,7 @@ def test_opt_175b() -> None:
         joules = "not measured" if r["joules_per_token"] is None else f"{r['joules_per_token']:.1f}"
         assert f"| {r['milliseconds_per_token']:.2f} | {r['weight_bytes'] / 1e9:.1f} | {joules} |" in part
     r = found["opt-175b", "bcq:bits=4,group=128"]
-    assert f"| group 128: {r['milliseconds_per_token']:.2f} | {r['weight_bytes'] / 1e9:.1f} |" in part
+    assert f", group 128: {r['milliseconds_per_token']:.2f} | 88.3, {r['weight_bytes'] / 1e9:.1f} |" in part
     row, (old,) = found["opt-175b", "bcq:bits=3,group=row"], rows("h200-decode-opt-175b")
     assert f"**{row['milliseconds_per_token']:.1f} ms**, {row['weight_bytes'] / 1e9:.1f} GB" in PAGE
     assert f"its peak of {row['peak_memory_bytes'] / 1e9:.1f} GB" in part
@@ -214,6 +233,12 @@ def test_opt_175b() -> None:
     notes = (ROOT / "docs" / "notes" / "cuda-kernels.md").read_text(encoding="utf-8")
     assert f"reaches {row['share_of_ceiling']:.0%}" in notes
     assert f"{inside / alone:.2f} times as long inside the step as alone" in notes
+    groups = {r["scheme"]: r for r in rows("h200-papers-opt-groups") if r["model"] == "opt-175b"}
+    two = [groups[f"bcq:bits=2,group={group}"] for group in (32, 64, 128)]
+    times, sizes = (", ".join(f) for f in zip(*map(time_and_size, two), strict=True))
+    assert f"| {times} | {sizes} | not measured |" in part
+    assert "| {} | {} | not measured |".format(*time_and_size(groups["bcq:bits=3,group=128"])) in part
+    assert "| {}, group 128: ".format(time_and_size(groups["bcq:bits=4,group=row"])[0]) in part
     shares = [(r["breakdown"]["milliseconds"], r["breakdown"]["profiled_ms"]) for r in found.values()]
     gemm, rest = ([100 * ms[kind] / whole for ms, whole in shares] for kind in ("gemm", "rest"))
     part = section("Figure 5: where a step's time goes")
@@ -378,6 +403,13 @@ def test_quality_of_mixed_matrices() -> None:
     assert f"reaches {whole['share_of_ceiling']:.0%} of a plain read" in table
     bcq = {r["scheme"]: r for r in rows("h200-decode-llama2-7b")}["bcq:bits=3,group=128"]["milliseconds_per_token"]
     assert f"takes {bcq:.2f} ms where this takes {part['milliseconds_per_token']:.2f}" in table
+    pairs, names = rows("h200-papers-mixed"), ("Llama-2-7B", "Llama-3-8B", "Llama-2-13B", "Llama-2-70B")
+    for name, fp16, ours in zip(names, pairs[::2], pairs[1::2], strict=True):
+        assert fp16["model"] == ours["model"] == name.lower().replace("-", "", 1)
+        ms, watts, joules = ([r[key] for r in (fp16, ours)] for key in ("milliseconds_per_token", "watts", JOULES))
+        speeds = f"{ms[0]:.2f} | {ms[1]:.2f} | {ms[0] / ms[1]:.2f}"
+        power = f"{watts[0]:.0f}, {watts[1]:.0f} | {joules[0]:.2f}, {joules[1]:.2f}"
+        assert f"| {name} | {speeds} | {power} |" in table
     table = section("Table 4: 4-bit groups")
     named = {r["name"]: r for r in rows("h200-mixed-ablation-smollm2")}
     assert f"the Hessian alone ({named['four=0.25 hessian']['ratio']:.2f})" in table
