@@ -88,22 +88,22 @@ def measure(w: Any, x: Tensor, baseline: float, most: int) -> dict[str, Any]:
         assert torch.equal(trellis_gemv.product(xs, laid, config=c), y), c
         us = microseconds([lambda v=v: trellis_gemv.product(xs, v, config=c) for v in weights], y)  # type: ignore[misc]
         kernel = attributes(load(*trellis_gemv.product_variant(laid, xs.size, c, HALF)))
-        return {"config": asdict(c), "microseconds": us, "registers": kernel["registers"]}
+        return {"config": asdict(c), "product_microseconds": us, "registers": kernel["registers"]}
 
     first = product(chosen)
-    with_encode = microseconds([lambda v=v: trellis_gemv.matmul(x, v) for v in weights], y)  # type: ignore[misc]
-    found: dict[str, Any] = {"code": laid.code.name, "bits": laid.bits, "shape": [laid.N, laid.K], "rows": x.shape[0]}
-    found |= {"error": error, "bytes": laid.nbytes, **first, "microseconds_with_encode": with_encode}
+    whole = microseconds([lambda v=v: trellis_gemv.matmul(x, v) for v in weights], y)  # type: ignore[misc]
+    scheme = f"trellis:bits={laid.bits:g},code={laid.code.name}"
+    found: dict[str, Any] = {"scheme": scheme, "shape": [laid.N, laid.K], "batch": x.shape[0], "kernel": "cuda-trellis"}
+    found |= {"device": gpu()["name"], "error": error, "bytes": laid.nbytes, "microseconds": whole, **first}
     found |= {"baseline": "cuBLAS fp16", "baseline_microseconds": baseline}
-    found["configs"] = sorted((product(c) for c in others), key=lambda f: f["microseconds"])
-    best = min([first, *found["configs"]], key=lambda f: f["microseconds"])
-    us = best["microseconds"]
-    ours = f"{first['microseconds']:.2f} us x{baseline / first['microseconds']:.2f} {[*asdict(chosen).values()]}"
+    found["configs"] = sorted((product(c) for c in others), key=lambda f: f["product_microseconds"])
+    best = min([first, *found["configs"]], key=lambda f: f["product_microseconds"])
+    chosen_us, us = first["product_microseconds"], best["product_microseconds"]
+    ours = f"{chosen_us:.2f} us x{baseline / chosen_us:.2f} {[*asdict(chosen).values()]}, with encode {whole:.2f} us"
     fastest = f"{us:.2f} us x{baseline / us:.2f} {[*best['config'].values()]} {laid.nbytes / us / 1e6:.2f} TB/s"
-    print(f"{laid.code.name}:{laid.bits:g} {laid.N}x{laid.K}: cuBLAS {baseline:.2f} us, chosen {ours}, ", end="")
-    print(f"with encode {with_encode:.2f} us, best {fastest}, error {error:.1e}", flush=True)
+    print(f"{scheme} {laid.N}x{laid.K}: cuBLAS {baseline:.2f} us, chosen {ours}, best {fastest}, error {error:.1e}")
     for f in found["configs"][:5]:
-        print("    ", *f["config"].values(), f"{f['microseconds']:.2f} us", flush=True)
+        print("    ", *f["config"].values(), f"{f['product_microseconds']:.2f} us", flush=True)
     return found
 
 
@@ -128,7 +128,7 @@ def main() -> None:
         for kind in args.kinds.split(","):
             code, bits = kind.split(":")
             results.append(measure(weight(N, K, code, float(bits)), x, baseline, args.configs))
-            body = {"command": command, "gpu": gpu(), "ceiling": asdict(ceiling), "results": results}
+            body = {"command": command, "gpu": gpu(), "ceiling": asdict(ceiling), "rows": results}
             write_result(args.out, body)
 
 

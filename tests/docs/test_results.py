@@ -59,11 +59,40 @@ def test_row_wise_opt_and_efforts() -> None:
     assert (
         "{:.1f} ms; {:.1f} GB, {:.1f} GB peak; {:.1f} J".format(row["milliseconds_per_token"], *bytes_, joules) in shown
     )
-    three, four = sorted(rows("h200-effort-smollm2"), key=lambda r: float(r["bits"]))
+    efforts = sorted(rows("h200-effort-smollm2"), key=lambda r: -float(r["bits"]))
+    balanced = [r for r in efforts if r["effort"] == "balanced"]
     shown = line(RESULTS, "h200-effort-smollm2")
-    assert f"{four['bits']} / {three['bits']} bits ({four['test_ratio']:.3f} / {three['test_ratio']:.3f} times" in shown
-    seconds = [r[key] for key in ("seconds", "estimated_seconds") for r in (four, three)]
-    assert "{:.0f} / {:.0f} s; estimates {:.0f} / {:.0f}".format(*seconds) in shown
+    assert "{} / {} / {} bits".format(*(r["bits"] for r in balanced)) in shown
+    assert "({:.3f} / {:.3f} / {:.3f} times".format(*(r["test_ratio"] for r in balanced)) in shown
+    seconds = [r[key] for key in ("seconds", "estimated_seconds") for r in balanced]
+    assert "{:.0f} / {:.0f} / {:.0f} s; estimates {:.0f} / {:.0f} / {:.0f}".format(*seconds) in shown
+
+
+def test_trellis() -> None:
+    found = {(r["scheme"], r["shape"][0]): r for r in rows("h200-trellis")}
+    notes = (ROOT / "docs" / "notes" / "cuda-kernels.md").read_text(encoding="utf-8")
+
+    def times(scheme: str, n: int, key: str) -> float:
+        r = found[scheme, n]
+        return float(r["baseline_microseconds"] / r[key])
+
+    pair = [f"trellis:bits={bits},code=pair" for bits in (2, 3, 4)]
+    for bits, scheme in zip((2, 3, 4), pair, strict=True):
+        cells = " | ".join(
+            f"{times(scheme, n, 'product_microseconds'):.2f} ({times(scheme, n, 'microseconds'):.2f})"
+            for n in (4096, 12288, 49152)
+        )
+        assert f"| `pair`, {bits} bits | {cells} |" in notes
+    shown = line(RESULTS, "h200-trellis")
+    whole, alone = (
+        " / ".join(f"{times(s, 12288, k):.1f}" for s in pair) for k in ("microseconds", "product_microseconds")
+    )
+    assert f"{whole} times ({alone})" in shown
+    quality = {r["scheme"]: r for r in rows("trellis-quality-smollm2")}
+    auto, two = quality["auto:bits=2.35,prefer=quality"], quality["trellis:bits=2"]
+    shown = line(RESULTS, "trellis-quality-smollm2")
+    for r in (auto, two):
+        assert f"{r['test_ratio']:.2f} / {r['unseen_ratio']:.2f}" in shown
 
 
 def test_language_tasks() -> None:

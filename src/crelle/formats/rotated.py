@@ -158,9 +158,10 @@ class RotatedTensor(WrappedTensor):
 
     @classmethod
     def row_bits(cls, spec: Mapping[str, Any]) -> int:
-        """Those of a row inside; the signs are stored once for all rows."""
+        """Those of a row inside, and its share of the signs, which are stored once for all rows."""
         inner = _inner(spec)
-        return format_of(inner).row_bits(inner)
+        N, K = shape_of(spec)
+        return format_of(inner).row_bits(inner) + -(-8 * -(-K // 8) // max(1, N))
 
 
 def _inner(spec: Mapping[str, Any]) -> Spec:
