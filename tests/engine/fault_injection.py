@@ -95,6 +95,8 @@ class Fault:
 class PlayedRunner:
     """Runs steps on pages of numbers (fake_model) and gives logits; `ahead`: keeps tokens until one asks."""
 
+    captures = 0  # graphs
+
     def __init__(self, engine: Engine, ahead: bool) -> None:
         self.played, self.ahead = fake_model.Runner(engine.scheduler), ahead
         self.vocabulary, self.sampled = engine.llm.model.spec.vocabulary, dict[Sequence, int]()
