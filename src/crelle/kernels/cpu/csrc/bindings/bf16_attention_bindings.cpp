@@ -2,7 +2,6 @@
 #include "attention/bf16_attention.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "bindings/bindings.h"
 #include "base/memory.h"
@@ -15,8 +14,6 @@ namespace {
 
 using Heads = nb::ndarray<nb::ro, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
 using HeadsOut = nb::ndarray<nb::ndim<4>, nb::c_contig, nb::device::cpu>;
-
-constexpr size_t kMost = size_t(std::numeric_limits<int>::max()) - 1024;
 
 template <class A, class B>
 bool same_shape(const A &a, const B &b) {
@@ -35,7 +32,7 @@ void causal_attention(Heads q, Heads k, Heads v, HeadsOut y, bool emulate) {
   require(same_shape(k, v), "k and v must be alike");
   require(same_shape(q, y), "q and y must be alike");
   require(H >= 1 && Hkv >= 1 && H % Hkv == 0, "the heads of q must be a multiple of those of k");
-  require(std::max({B, T, H}) < kMost, "q must be smaller");
+  require(std::max({B, T, H}) < kMostCount, "q must be smaller");
   const Bf16AttentionKernel &kernel = tile_kernel(emulate, kBf16AttentionEmulated, CRELLE_AMX(kBf16AttentionAmx));
   if (!B || !T) return;
   const auto bits = [](const auto &a) { return static_cast<const uint16_t *>(a.data()); };

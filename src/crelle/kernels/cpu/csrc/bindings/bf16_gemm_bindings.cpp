@@ -20,8 +20,6 @@ namespace {
 using AnyVector = nb::ndarray<nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using AnyOutput = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-constexpr size_t kMost = size_t(std::numeric_limits<int>::max()) - 1024;
-
 Dense matrix_of(const AnyMatrix &a, const char *otherwise) {
   return {static_cast<const uint8_t *>(a.data()), f32_or_bf16(a.dtype(), otherwise), int(a.shape(0)), int(a.shape(1))};
 }
@@ -30,7 +28,7 @@ struct PackedBf16 {
   PackedBf16(AnyMatrix weight, bool emulate)
       : kernel(tile_kernel(emulate, kBf16GemmEmulated, CRELLE_AMX(kBf16GemmAmx))) {
     const size_t N = weight.shape(0), K = weight.shape(1);
-    require(N >= 1 && K >= 1 && std::max(N, K) < kMost, "a weight must be [N, K], both at least 1");
+    require(N >= 1 && K >= 1 && std::max(N, K) < kMostCount, "a weight must be [N, K], both at least 1");
     const Dense from = matrix_of(weight, "a weight must be f32 or bf16");
     w.N = from.N, w.K = from.K;
     nb::gil_scoped_release release;
@@ -62,7 +60,7 @@ BlockRange share_of(const PackedProduct &p, int t, int n) {
 void product(const PackedBf16 &packed, AnyMatrix x, std::optional<AnyVector> bias, AnyOutput y) {
   const PackedMatrix &w = packed.w;
   const size_t M = x.shape(0);
-  require(x.shape(1) == size_t(w.K) && M < kMost, "x must be [M, K], with the weight's K");
+  require(x.shape(1) == size_t(w.K) && M < kMostCount, "x must be [M, K], with the weight's K");
   require(y.shape(0) == M && y.shape(1) == size_t(w.N), "y must be [M, N]");
   require(is_bf16(y.dtype()), "y must be bf16");
   std::vector<float> addends(size_t(w.blocks()) * kBlock);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -23,6 +24,9 @@ template <class T, int Dim>
 using Out = nb::ndarray<T, nb::ndim<Dim>, nb::c_contig, nb::device::cpu>;
 using AnyMatrix = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using AnyCache = nb::ndarray<nb::ndim<5>, nb::c_contig, nb::device::cpu>;
+
+// Rows, columns and heads that kernels count in an int, and round up.
+constexpr size_t kMostCount = size_t(std::numeric_limits<int>::max()) - 1024;
 
 inline void require(bool ok, const char *what) {
   if (!ok) throw std::invalid_argument(what);

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "bindings/bindings.h"
 #include "base/memory.h"
@@ -13,8 +12,6 @@ using namespace nb::literals;
 
 namespace crelle::cpu {
 namespace {
-
-constexpr size_t kMost = size_t(std::numeric_limits<int>::max()) - 1024;
 
 struct WholeSequences {
   int B, T, H, Hkv, D, window;
@@ -89,7 +86,7 @@ void causal_attention_f32(In<float, 4> q, In<float, 4> k, In<float, 4> v, Out<fl
   require(alike(k, v), "k and v must be alike");
   require(alike(q, y), "q and y must be alike");
   require(H >= 1 && Hkv >= 1 && H % Hkv == 0, "the heads of q must be a multiple of those of k");
-  require(std::max({B, T}) < kMost && H <= 4096, "q must be smaller");
+  require(std::max({B, T}) < kMostCount && H <= 4096, "q must be smaller");
   require(window >= 0, "the window must not be negative");
   if (!B || !T) return;
   const WholeSequences a{int(B), int(T), int(H), int(Hkv), int(D), window, q.data(), k.data(), v.data(), y.data()};

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -19,8 +18,6 @@ using namespace nb::literals;
 
 namespace crelle::cpu {
 namespace {
-
-constexpr size_t kMost = size_t(std::numeric_limits<int>::max()) - 1024;
 
 // The kernel for the instruction set in use, or null. Sets with AMX contain AVX-512 with VNNI.
 const I16Kernel *kernel_in_use() {
@@ -45,7 +42,7 @@ const I16Kernel &kernel_of(bool emulate) {
 struct PackedI16 {
   PackedI16(In<float, 2> weight, bool emulate) : kernel(kernel_of(emulate)) {
     const size_t N = weight.shape(0), K = weight.shape(1);
-    require(N >= 1 && K >= 1 && std::max(N, K) < kMost, "a weight must be [N, K], both at least 1");
+    require(N >= 1 && K >= 1 && std::max(N, K) < kMostCount, "a weight must be [N, K], both at least 1");
     w.N = int(N), w.lanes = kernel.lanes, w.sum.count = int(K);
     nb::gil_scoped_release release;
     ints.grow(w.panels() * w.panel_ints() * sizeof(int32_t));
@@ -65,7 +62,7 @@ struct PackedI16 {
 void product(const PackedI16 &packed, In<float, 2> x, std::optional<In<float, 1>> bias, Out<float, 2> y) {
   const I16Panels &w = packed.w;
   const size_t M = x.shape(0);
-  require(x.shape(1) == size_t(w.sum.count) && M < kMost, "x must be [M, K], with the weight's K");
+  require(x.shape(1) == size_t(w.sum.count) && M < kMostCount, "x must be [M, K], with the weight's K");
   require(y.shape(0) == M && y.shape(1) == size_t(w.N), "y must be [M, N]");
   require(!bias || bias->shape(0) == size_t(w.N), "the bias must be [N]");
   std::vector<float> addends(size_t(w.panels()) * w.lanes);
@@ -129,7 +126,7 @@ void add(StatsI16 &stats, In<float, 2> x, std::optional<In<float, 2>> full, In<f
          std::optional<Out<float, 2>> cross, Out<float, 1> abssum) {
   const size_t T = x.shape(0), K = x.shape(1);
   const auto square = [&](const Out<float, 2> &a) { return a.shape(0) == K && a.shape(1) == K; };
-  require(K >= 1 && std::max(T, K) < kMost, "x must be [T, K], K at least 1");
+  require(K >= 1 && std::max(T, K) < kMostCount, "x must be [T, K], K at least 1");
   require(!full || (full->shape(0) == T && full->shape(1) == K), "x and full must be [T, K] alike");
   require(weight.shape(0) == T, "the tokens' weights must be [T]");
   require(square(hessian) && (!cross || square(*cross)), "hessian and cross must be [K, K]");

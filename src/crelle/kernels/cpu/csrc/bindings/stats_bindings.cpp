@@ -2,7 +2,6 @@
 #include <nanobind/stl/optional.h>
 
 #include <algorithm>
-#include <limits>
 #include <mutex>
 #include <optional>
 
@@ -62,7 +61,7 @@ void add(StatsTiles &tiles, AnyMatrix x, std::optional<AnyMatrix> full, In<float
   const size_t T = x.shape(0), K = x.shape(1);
   const auto type = [](const AnyMatrix &a) { return f32_or_bf16(a.dtype(), "inputs must be f32 or bf16"); };
   const auto square = [&](const Out<float, 2> &a) { return a.shape(0) == K && a.shape(1) == K; };
-  require(K >= 1 && std::max(T, K) < size_t(std::numeric_limits<int>::max()) - 1024, "x must be [T, K], K at least 1");
+  require(K >= 1 && std::max(T, K) < kMostCount, "x must be [T, K], K at least 1");
   require(!full || (full->shape(0) == T && full->shape(1) == K), "x and full must be [T, K] alike");
   require(weight.shape(0) == T, "the tokens' weights must be [T]");
   require(square(hessian) && (!cross || square(*cross)), "hessian and cross must be [K, K]");

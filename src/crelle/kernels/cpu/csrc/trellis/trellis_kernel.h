@@ -209,10 +209,10 @@ void trellis_one_row(const Weight &w, const uint8_t *row, float *y, int b0, int 
 }
 
 // Factors of 8 outputs and a segment times the integers of M rows of x, both as they are multiplied: added to
-// f [M][32 outputs][16 lanes].
+// f [M][32 outputs][16 lanes]. Not inlined: there are a dozen callers.
 template <class V, bool Pair, int Digits, int M>
-CRELLE_INLINE void trellis_dots(const uint8_t *factors, int steps, const uint8_t *const (&x)[M],
-                                const uint8_t *const (&row)[M], size_t sums, size_t scales, float *f) {
+__attribute__((noinline)) void trellis_dots(const uint8_t *factors, int steps, const uint8_t *const (&x)[M],
+                                            const uint8_t *const (&row)[M], size_t sums, size_t scales, float *f) {
   constexpr int R = 4, kBytes = sizeof(typename V::Ints), kParts = Pair ? 1 : 2;
   constexpr int kSlices = kTrellisStep / V::kSequences, kFloats = 2 * V::kSequences;
   for (int slice = 0; slice < kSlices; ++slice)
