@@ -172,8 +172,7 @@ $(VENV)/runs-$(MODULES): $(BUILT_FROM)
 comma := ,
 PIP   := $(BIN)/python -m pip install --quiet --no-compile
 define INSTALL
-$(PIP) --upgrade --constraint constraints.txt pip
-$(PIP) --constraint constraints.txt scikit-build-core nanobind cmake ninja
+$(PIP) --upgrade --constraint constraints.txt pip scikit-build-core nanobind cmake ninja
 $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel . & compiling=$$!; \
 { $(PIP) "$$(grep '^torch==' constraints.txt)" && \
   $(BIN)/python release/dependencies.py $(1) | $(PIP) --constraint constraints.txt --requirement /dev/stdin; \

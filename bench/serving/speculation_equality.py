@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--kv", default="16,4", help="formats of the cache, separated by commas")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
+    if not args.text.is_file():
+        parser.error(f"there is no file {args.text}")
     llm = LLM.load(args.model, device=args.device)
     given = prompts(llm, args.text, args.prompts)
     asked = [Sampling(max_tokens=args.tokens, temperature=0.8 * (i % 10 == 9), seed=i) for i in range(len(given))]
