@@ -112,6 +112,21 @@ def test_inspect_shows_one_row_per_kind_of_matrix_in_80_columns(
     assert sum(kind["bytes"] for kind in seen["kinds"]) == sum(x["bytes"] for x in seen["layers"])
 
 
+def test_inspect_shows_what_is_behind_a_rotation(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console.out, "width", 80)
+    text = tmp_path / "text"
+    text.write_text("a b c d e f g h " * 200, encoding="utf-8")
+    succeed("quantize", tiny_model, tmp_path / "q", "--scheme", "trellis:bits=2", "--calib", text, "--rows", "2")
+    layers = {x["name"]: x for x in succeed("inspect", tmp_path / "q", "--json").json["layers"]}
+    up = layers["model.layers.1.mlp.up_proj"]
+    assert (up["format"], up["inner"], layers["lm_head"]["inner"]) == ("rotated", "trellis", None)
+    shown = succeed("inspect", tmp_path / "q").out
+    assert "rotated trellis" in shown
+    assert "…" not in shown
+
+
 def test_inspect_all_shows_every_matrix_with_its_whole_name(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console.out, "width", 80)
     shown = succeed("inspect", quantized, "--all").out

@@ -77,7 +77,8 @@ def describe(model: Any) -> dict[str, Any]:
     quantized: list[str] = []
     for name in modules:
         w = weights.matrix(name)
-        facts = {"name": name, "format": w.format, "shape": list(w.shape), "bits": w.bits, "group": w.group}
+        facts = {"name": name, "format": w.format, "inner": _inner(w), "shape": list(w.shape)}
+        facts |= {"bits": w.bits, "group": w.group}
         facts |= {"shares": _shares(w), "outliers": w.spec().get("outliers", 0), "activation": _activation(w)}
         layers.append({**facts, "bits_per_weight": bits_per_weight(w), "bytes": nbytes(w)})
         quantized += [name] if w.quantized else []
@@ -103,6 +104,13 @@ def describe(model: Any) -> dict[str, Any]:
         "unquantized": [{"name": n, "shape": list(t.shape), "bytes": t.nbytes} for n, t in left.items()],
         "warnings": list(sentences_about(in_usual_form(weights))),
     }
+
+
+def _inner(w: "QuantTensor") -> str | None:
+    """Return the format of the matrix that a format wraps, such as that behind a rotation."""
+    from crelle.formats.composite import WrappedTensor
+
+    return w.inner.format if isinstance(w, WrappedTensor) else None
 
 
 def _shares(w: "QuantTensor") -> dict[int, float]:

@@ -32,6 +32,10 @@ def _path(name: str) -> str:
     return ".".join(part for part in parts[numbers[0] if numbers else 0 :] if not part.isdigit())
 
 
+def _format(layer: Row) -> str:
+    return f"{layer['format']} {layer['inner']}" if layer["inner"] else str(layer["format"])
+
+
 def _sum(name: str, alike: list[Row]) -> Row:
     weights = sum(layer["shape"][0] * layer["shape"][1] for layer in alike)
     size = sum(layer["bytes"] for layer in alike)
@@ -39,7 +43,7 @@ def _sum(name: str, alike: list[Row]) -> Row:
     return {
         "name": name,
         "count": len(alike),
-        "formats": sorted({layer["format"] for layer in alike}),
+        "formats": sorted({_format(layer) for layer in alike}),
         "shapes": [list(shape) for shape in sorted({tuple(layer["shape"]) for layer in alike})],
         "bits": [min(layer["bits"] for layer in alike), max(layer["bits"] for layer in alike)],
         "groups": sorted({layer["group"] for layer in alike}, key=lambda group: (group is None, group)),
