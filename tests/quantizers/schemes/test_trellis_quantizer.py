@@ -187,6 +187,19 @@ def test_auto_chooses_among_trellis_codes_only_where_quality_is_preferred() -> N
     assert all(s.guidance == 0.5 for s in chosen if isinstance(s, Trellis))
 
 
+def test_auto_without_its_search_takes_as_many_bits_of_a_trellis_as_fit() -> None:
+    w, stats = weight(64, 256), correlated(256)
+    for bits, of_trellis in ((2.35, 2.0), (2.9, 2.5), (4.35, 4.0)):
+        quantizer = parse(f"auto:bits={bits},prefer=quality,search=false")
+        found = quantizer.fit(w, stats)
+        assert isinstance(found, RotatedTensor)
+        assert found.bits == of_trellis
+        assert bits_per_weight(found) <= bits
+        assert found.spec() == quantizer.storage((64, 256))
+    for other in ("auto:bits=2.35,search=false", "auto:bits=6,prefer=quality,search=false"):
+        assert not isinstance(parse(other).fit(w, stats), RotatedTensor)
+
+
 def test_row_scales_train_and_codes_stay() -> None:
     w, stats = weight(64, 128), correlated(128)
     start = Trellis().fit(w, stats)

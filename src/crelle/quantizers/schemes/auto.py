@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from crelle.errors import SchemeError
-from crelle.formats.base import QuantTensor, Spec
+from crelle.formats.base import QuantTensor, Spec, format_of
 from crelle.formats.trellis import BITS
 from crelle.quantizers.base import GroupedConfig, check_guidance
 from crelle.quantizers.calibration.layer_api import CalibrationModel, Progress
@@ -76,6 +76,15 @@ class Auto(TrainedConfig, GroupedConfig):
                     return GPTQ(bits=bits, group=group, free=True, guidance=self.guidance)
         raise SchemeError(f"{self.bits} bits per weight are too few for a row of {K} inputs")
 
+    def default_for(self, shape: tuple[int, int]) -> GPTQ | Trellis:
+        """Return what a matrix [N, K] gets without the search: as many bits as fit."""
+        if self.prefer == "quality" and self.bits < max(BITS) + 1:
+            for one in reversed(TRELLIS):
+                spec = one.storage(shape)
+                if format_of(spec).row_bits(spec) <= self.bits * shape[1]:
+                    return replace(one, guidance=self.guidance)
+        return self.grid_for(shape[1])
+
     def plan(
         self,
         model: CalibrationModel,
@@ -106,8 +115,9 @@ class Auto(TrainedConfig, GroupedConfig):
         return (*candidates(self.bits), *(mixed if 2 <= self.bits <= 4 else ()))
 
     def fit(self, weight: Tensor, stats: Stats | None = None) -> QuantTensor:
-        return self.grid_for(weight.shape[1]).fit(weight, stats)
+        N, K = weight.shape
+        return self.default_for((N, K)).fit(weight, stats)
 
     def storage(self, shape: tuple[int, int]) -> Spec:
-        """The same grid in every matrix, as without the search."""
-        return self.grid_for(shape[1]).storage(shape)
+        """The default for every matrix, as without the search."""
+        return self.default_for(shape).storage(shape)
