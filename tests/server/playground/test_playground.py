@@ -94,7 +94,7 @@ def test_json_mode_and_tools_are_asked_for_and_calls_are_shown(page: Page, serve
     expect(answer.locator("figure.code code")).to_have_text('{"zone": "UTC"}')
     assert server.requests[1]["response_format"] == {"type": "json_object"}
     assert server.requests[1]["tools"] == tools
-    ask(page, "It is noon.")
+    over(ask(page, "It is noon."))
     assert "clock" in server.requests[2]["messages"][-2]["content"]
 
 
