@@ -77,7 +77,7 @@ def describe(model: Any) -> dict[str, Any]:
     quantized: list[str] = []
     for name in modules:
         w = weights.matrix(name)
-        facts = {"name": name, "format": w.format, "inner": _inner(w), "shape": list(w.shape)}
+        facts: dict[str, Any] = {"name": name, "format": w.format, "inner": _inner(w), "shape": list(w.shape)}
         facts |= {"bits": w.bits, "group": w.group}
         facts |= {"shares": _shares(w), "outliers": w.spec().get("outliers", 0), "activation": _activation(w)}
         layers.append({**facts, "bits_per_weight": bits_per_weight(w), "bytes": nbytes(w)})
