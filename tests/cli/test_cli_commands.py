@@ -136,7 +136,16 @@ def test_inspect_all_shows_every_matrix_with_its_whole_name(quantized: Path, mon
 
 
 def test_kinds_of_matrices_with_the_same_last_name_are_told_apart() -> None:
-    layer = {"format": "dense", "shape": [8, 8], "bits": 16, "group": 8, "shares": {}, "outliers": 0, "bytes": 128}
+    layer = {
+        "format": "dense",
+        "inner": None,
+        "shape": [8, 8],
+        "bits": 16,
+        "group": 8,
+        "shares": {},
+        "outliers": 0,
+        "bytes": 128,
+    }
     names = [f"h.{i}.{part}.c_proj" for i in range(2) for part in ("attn", "mlp")]
     names += [f"h.{i}.moe.experts.{j}.w1" for i in range(2) for j in range(4)]
     found = kinds([{**layer, "activation": None, "name": name} for name in names])
