@@ -42,6 +42,7 @@ LEFT_OUT = {
     "cpu-alpha-tuning.json",
     "cpu-experts-decode.json",
     "cpu-logits-neon.json",
+    "cpu-quantize-auto-smollm2.json",
     "cpu-quantize-default-smollm2.json",
     "cpu-quantize-without-amx.json",
     "cpu-logits-x86.json",
