@@ -3,7 +3,7 @@
     python bench/serving/agent_loop.py URL OUT.json [--steps 10] [--loops 5]
 
 Each step sends the conversation so far with `tool_choice="required"`, parses the call, computes, and adds the result;
-half of the loops are streamed. Small models compute nonsense: what counts is that every call names the tool and that
+every second loop is streamed. Small models compute nonsense: what counts is that every call names the tool and that
 its arguments are JSON of the schema. Exit status 1: some call does not parse.
 """
 
@@ -36,12 +36,13 @@ TASK = "Add the numbers from {first} to {last}, one after the other, with the ca
 
 
 def call(client: OpenAI, model: str, messages: list[Any], streamed: bool) -> tuple[str, str, str]:
-    """Return id, name and arguments of the one tool call of an answer."""
+    """Return id, name and arguments of the one tool call of an answer, all empty where it has none."""
     options: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 96}
     if not streamed:
         answer = client.chat.completions.create(model=model, messages=messages, **options)
-        found: Any = (answer.choices[0].message.tool_calls or [None])[0]
-        return found.id, found.function.name, found.function.arguments
+        for found in answer.choices[0].message.tool_calls or ():
+            return found.id, found.function.name, found.function.arguments
+        return "", "", ""
     name, arguments, its_id = "", "", ""
     for event in client.chat.completions.create(model=model, messages=messages, stream=True, **options):
         for delta in event.choices[0].delta.tool_calls or () if event.choices else ():
