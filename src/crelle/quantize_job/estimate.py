@@ -52,12 +52,14 @@ from crelle.quantizers.stage_times import (
 from crelle.quantizers.training.blockwise import TrainStep, tune_block
 from crelle.quantizers.training.ste import trainable_weight
 
-_TOKENS = {"cuda": 4096, "cpu": 2048}  # that a layer is measured with
+_TOKENS = {"cuda": 16384, "cpu": 2048}  # that a layer is measured with
 _SEARCHED = 512  # tokens that a CPU searches and trains with
 _LARGE = 4_000_000  # weights of a layer above which a CPU is measured with fewer tokens
 _FITTED = 1 << 20  # weights of a matrix that is quantized without data
 _OF_TOKENS = (FULL, QUANTIZED, HESSIAN)
-_SAMPLED = {"cuda": 9, "cpu": 3}  # steps of sampling
+_SAMPLED = {"cuda": 15, "cpu": 3}  # steps of sampling
+_WARM = 0.5  # seconds of sampling on a GPU: its first steps in a process take up to twice as long
+_AGAIN = {"cuda": 2, "cpu": 0}  # more measurements of milliseconds, of which the least is what the work takes
 
 
 @dataclass(slots=True)
@@ -80,6 +82,17 @@ class _Layer:
     fixed: float  # whatever the tokens
     step: Callable[[int], float]  # of training on so many tokens a step
     begin: float  # of training, besides its steps
+
+    def fastest(self, other: "_Layer") -> "_Layer":
+        """Return the least of two measurements, of calibration and of training."""
+        of_tokens = min(self, other, key=lambda layer: layer.fixed + layer.token)
+        training = min(self, other, key=lambda layer: layer.step(1))
+        return replace(of_tokens, step=training.step, begin=training.begin)
+
+    def scaled(self, factor: float) -> "_Layer":
+        """Return it with calibration that takes less: stages that are recorded wait for the GPU at both ends."""
+        f = min(1.0, factor)
+        return replace(self, forward=f * self.forward, token=f * self.token, fixed=f * self.fixed)
 
 
 def estimate(
@@ -106,6 +119,8 @@ def estimate(
             _layer(open_model(first, device), config, tokens, device, times, length)
         model = open_model(first, device)
         layer = _layer(model, config, tokens, device, times, length)
+        for _ in range(_AGAIN[device.type]):
+            layer = layer.fastest(_layer(open_model(first, device), config, tokens, device, times, length))
         if device.type == "cpu":
             tokens = tokens[: max(1, _SEARCHED // tokens.shape[1])]
         search = None
@@ -114,6 +129,8 @@ def estimate(
         passes = None
         if isinstance(config, GuidedConfig) and config.guidance:
             passes = _guidance(open_model(FirstLayers(weights, 1), device), tokens, device, times)
+    if device.type == "cuda":
+        layer = layer.scaled(_unrecorded(first, config, tokens, device) / (layer.fixed + layer.token * tokens.numel()))
     rows, own = text.rows or 0, text.own or 0
     if own:
         found.parts["sampling"] = _sampling(weights, own, length, device, memory)(own, length)
@@ -190,6 +207,23 @@ def _calibrate(
     return layer, fitted, times.take()
 
 
+def _unrecorded(first: Weights, config: Quantizer, tokens: Tensor, device: torch.device) -> float:
+    """Return the least seconds of calibrating the last layer of a model of few, no stage of which is recorded."""
+    taken = []
+    for _ in range(1 + _AGAIN[device.type]):
+        calibrator = Calibrator(open_model(first, device), tokens, device=device)
+        for _ in range(calibrator.model.layers - 1):
+            calibrator.skip({})
+        torch.cuda.synchronize(device)
+        begun = perf_counter()
+        layer = calibrator.begin()
+        layer.fit(lambda name, weight, stats: config.fit(weight, stats))
+        layer.end()
+        torch.cuda.synchronize(device)
+        taken.append(perf_counter() - begun)
+    return min(taken)
+
+
 def _no_step(tokens: int) -> float:
     return 0.0
 
@@ -262,11 +296,14 @@ def _search(config: Auto, model: CalibrationModel, tokens: Tensor, device: torch
         head, fits = taken.pop(SEARCH_HEAD, 0.0), taken.pop(SEARCH_FITS, 0.0)
         return sum(taken.values()), head, fits
 
+    def least(work: Callable[[Tensor], None], rows: Tensor) -> tuple[float, float, float]:
+        return min(measured(work, rows) for _ in range(1 + _AGAIN[device.type]))
+
     if device.type == "cuda":  # a first time, for what is compiled or loaded when it is first needed
         search(tokens)
-    short, short_head, _ = measured(passes, few)
-    long, long_head, _ = measured(passes, tokens)
-    whole, _, fits = measured(search, tokens)
+    short, short_head, _ = least(passes, few)
+    long, long_head, _ = least(passes, tokens)
+    whole, _, fits = least(search, tokens)
     more = max(1, tokens.numel() - few.numel())
     token = max(0.0, long - short) / more
     return _Passes(token, max(0.0, whole - tokens.numel() * token) + fits, max(0.0, long_head - short_head) / more)
@@ -311,14 +348,13 @@ def _sampling(
         fresh = torch.ones(batch, 1, dtype=torch.long, device=device)
         random = torch.Generator(device).manual_seed(0)
         next_tokens(model, cache, fresh, random).cpu()
-        steps = min(_SAMPLED[device.type], max(1, size // 4))
-        taken = []
-        for _ in range(steps):
+        steps, taken = min(_SAMPLED[device.type], max(1, size // 4)), list[float]()
+        while len(taken) < steps or (device.type == "cuda" and sum(taken) < _WARM):
             begun = perf_counter()
             fresh = next_tokens(model, cache, fresh, random)
             fresh.cpu()
             taken.append(perf_counter() - begun)
-        return median(taken)
+        return min(taken) if device.type == "cuda" else median(taken)
 
     many = min(layers, 8)
     one, several = token_seconds(1), token_seconds(many)

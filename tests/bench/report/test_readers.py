@@ -35,6 +35,8 @@ LEFT_OUT = {
     "h200-before-after-rooms.json",
     "h200-papers-dataflow.json",
     "h200-planner-steps.json",
+    "h200-racecheck-stress.json",
+    "h200-speculation-equality.json",
     "h200-speculation-ngram.json",
     "calibration-precision-smollm2.json",
     "cpu-accuracy.json",

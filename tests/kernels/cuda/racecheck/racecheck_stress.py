@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch
 from integer_cases import CASES, inputs, integer_x, oracle, quantized, random_integer_weight
 from plane_weights import relative
 
+from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.integer import integer_gemm
 from crelle.kernels.cuda.integer.integer_gemm import IntegerSm80TileConfig, IntegerTileConfig
 from crelle.kernels.cuda.integer.integer_layout import lay_out
+from crelle.kernels.cuda.launch import recording
 
 HALF = torch.float16
 CONFIGS = [
@@ -113,19 +116,28 @@ def stress(seconds: float, loads: int, mps: bool) -> tuple[dict[str, Any], bool]
                 assert other.stdout is not None
                 if other.stdout.readline().strip() != "ready":
                     raise SystemExit("a process that loads the GPU did not start")
+            print("processes that load the GPU have started", flush=True)
+            begun = time.monotonic()
+            with recording() as kernels:
+                for weight in WEIGHTS:
+                    for config in CONFIGS:
+                        Rerun(*weight, config)
+            jit.compile_all(sorted(kernels))
             reruns = [Rerun(*weight, config) for weight in WEIGHTS for config in CONFIGS]
             torch.cuda.synchronize()
+            print(f"{len(reruns)} products are compiled and checked: {time.monotonic() - begun:.0f} s", flush=True)
             end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                for rerun in reruns:
-                    rerun.more()
+            for rerun in cycle(reruns):
+                rerun.more()
+                if time.monotonic() > end:
+                    break
             alive = sum(other.poll() is None for other in others)
         finally:
             for other in others:
                 other.kill()
                 other.wait()
             if daemon:
-                subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
+                _control("quit -t 5")
     rows = [
         {"config": r.name, "launches": r.launches, "mismatches": r.seen, "error": r.error, "found": r.found}
         for r in reruns
@@ -145,5 +157,15 @@ def _mps(folder: Path) -> bool:
     os.environ["CUDA_MPS_LOG_DIRECTORY"] = str(folder / "log")
     (folder / "pipe").mkdir()
     (folder / "log").mkdir()
-    subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+    # Not this process's output: the daemon would keep it open, and who reads it would wait.
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    print(f"MPS: {_control('get_server_list').strip() or 'no server yet'}", flush=True)
     return True
+
+
+def _control(command: str) -> str:
+    """Return what the daemon of MPS answers."""
+    said = subprocess.run(
+        ["nvidia-cuda-mps-control"], input=command + "\n", text=True, capture_output=True, timeout=30, check=False
+    )
+    return said.stdout + said.stderr
