@@ -21,8 +21,8 @@ from torch import Tensor
 from crelle.bench.environment import write_result
 from crelle.bench.kernels.cuda_timer import Replay, clone, copies, gpu, read_ceiling, require_cuda
 from crelle.formats.base import format_of
-from crelle.formats.hadamard import block_size
-from crelle.formats.rotated import MAX_BLOCK
+from crelle.formats.wrappers.hadamard import block_size
+from crelle.formats.wrappers.rotated import MAX_BLOCK
 from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.launch import attributes, load, multiprocessors
 from crelle.kernels.cuda.trellis import trellis_gemv

@@ -27,7 +27,7 @@ CLIENTS, TOKENS, PROMPT = 4, 8, 40  # of a load: clients, tokens of an answer, w
 
 def worker() -> None:
     """Answer each line, the name of a measurement, with the microseconds that one of its kind took."""
-    from crelle.engine.output import Completion, Event, Output, TokenLogprob
+    from crelle.engine.requests.output import Completion, Event, Output, TokenLogprob
     from crelle.engine.stats import Stats
     from crelle.server.errors import ApiError
     from crelle.server.metrics import Metrics

@@ -18,7 +18,7 @@ FORMATS = {
     "grouped": "format-atom.svg",
     "activations": None,
     "kv.pages": "format-kv.svg",
-    "composite": None,
+    "wrappers.composite": None,
     "dense": None,
 }
 

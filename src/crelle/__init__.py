@@ -20,7 +20,7 @@ _HOME = {
     "CrelleConfig": "crelle.integrations.transformers.config",
     "Sampling": "crelle.engine.sampling.sampler",
     "CrelleError": "crelle.errors",
-    "Embedder": "crelle.engine.embedder",
+    "Embedder": "crelle.engine.embedding.embedder",
     "perplexity": "crelle.eval.perplexity",
     "CalibrationData": "crelle.quantize_job.data",
     "quantize": "crelle.quantize_job.run",
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from crelle.engine.embedder import Embedder
+    from crelle.engine.embedding.embedder import Embedder
     from crelle.engine.llm import LLM, Completion
     from crelle.engine.sampling.sampler import Sampling
     from crelle.errors import CrelleError

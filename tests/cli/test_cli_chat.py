@@ -17,9 +17,9 @@ import pytest
 from in_process import Result, run, succeed
 
 from crelle import LLM, Sampling
-from crelle.cli import chat
+from crelle.cli.commands import chat
 from crelle.engine.generation_config import recommended_sampling
-from crelle.engine.output import StreamChunk
+from crelle.engine.requests.output import StreamChunk
 from crelle.errors import FormatError
 
 _PLAIN = re.compile(rb"\r|\x1b\[[0-9;?]*[A-Za-z]")  # carriage returns, colours, bracketed paste

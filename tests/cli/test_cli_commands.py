@@ -11,7 +11,7 @@ from conftest import write_tiny_model
 from in_process import run, succeed
 
 from crelle import LLM, Sampling, perplexity
-from crelle.cli import evaluate
+from crelle.cli.commands import evaluate
 from crelle.cli.common import console
 from crelle.cli.views.inspect_table import kinds
 from crelle.version import __version__
@@ -337,7 +337,7 @@ def test_doctor_says_what_the_server_extra_lacks(monkeypatch: pytest.MonkeyPatch
             raise PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr("crelle.cli.doctor.version", version)
+    monkeypatch.setattr("crelle.cli.commands.doctor.version", version)
     states = {c["what"]: (c["state"], c["detail"]) for c in succeed("doctor", "--json").json["checks"]}
     assert states["msgspec"] == ("absent", "crelle serve: requests and responses (pip install 'crelle[server]')")
     assert states["aiohttp"][0] == "ok"

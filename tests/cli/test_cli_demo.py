@@ -15,11 +15,11 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-import crelle.cli.demo
+import crelle.cli.commands.demo
 from crelle import LLM, Sampling
 from crelle.bench import decode_cuda
 from crelle.bench.model_shapes import SHAPES, RandomWeights
-from crelle.cli.demo import _LABELS, PLAIN, PROMPT, SCHEMES
+from crelle.cli.commands.demo import _LABELS, PLAIN, PROMPT, SCHEMES
 from crelle.cli.views.demo_shape import decode_rows, shape_table
 from crelle.errors import CapacityError, CrelleError
 from crelle.eval import smollm2
@@ -104,7 +104,7 @@ def test_sample_that_looks_like_markup_is_shown_as_it_is(
     said = "[/cyan] [bold]x[/nothing]"
     row = Row("fp16", 16.0, 1.0, 2.0, 3.0, 4.0, said)
     monkeypatch.setattr(Row, "of", classmethod(lambda cls, *args: row))
-    monkeypatch.setattr(crelle.cli.demo, "SCHEMES", ())  # the other rows would say the same
+    monkeypatch.setattr(crelle.cli.commands.demo, "SCHEMES", ())  # the other rows would say the same
     assert PROMPT + said in demo(tmp_path / "out", text).out
 
 

@@ -14,12 +14,12 @@ from exported import assert_same_weights, read_all
 from crelle.errors import CrelleError, SchemeError
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.composite import PermutedTensor
 from crelle.formats.exporters.directory import Grid, export_directory
 from crelle.formats.exporters.gptq import GPTQLayout
 from crelle.formats.importers.gptq import GPTQDirectory
 from crelle.formats.storage.checkpoint_writer import JOURNAL, CheckpointWriter
 from crelle.formats.storage.open import open_weights
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.quantizers.pipeline import quantize
 
 SIZES = {**foreign_packers.SMALL, "vocab_size": 288}

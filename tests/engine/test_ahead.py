@@ -21,8 +21,8 @@ from sampled_cases import share_of
 from crelle import LLM
 from crelle.engine.engine import Engine, Handle
 from crelle.engine.model_runner import ModelRunner
+from crelle.engine.requests.sequence import Sequence as Text
 from crelle.engine.scheduler import UNKNOWN, Step
-from crelle.engine.sequence import Sequence as Text
 
 
 @pytest.fixture(scope="module")

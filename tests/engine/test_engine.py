@@ -20,7 +20,7 @@ from crelle import LLM, Sampling
 from crelle.engine.async_engine import AsyncEngine
 from crelle.engine.engine import Engine, Handle
 from crelle.engine.offline import generate_all
-from crelle.engine.output import Event, QueueFullError
+from crelle.engine.requests.output import Event, QueueFullError
 from crelle.engine.scheduler import Step
 from crelle.errors import CapacityError, CrelleError, SchemeError, UnsupportedError
 

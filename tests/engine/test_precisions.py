@@ -9,8 +9,8 @@ from conftest import Run, quantized_copy, write_tiny_model
 from torch import Tensor
 
 from crelle import LLM, Sampling, quantize
-from crelle.cli.explain import decisions
-from crelle.cli.inspect import describe
+from crelle.cli.commands.explain import decisions
+from crelle.cli.commands.inspect import describe
 from crelle.errors import UnsupportedError
 from crelle.formats.dense import DenseTensor
 from crelle.formats.storage.checkpoint import Checkpoint

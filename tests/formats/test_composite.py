@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from crelle.errors import FormatError
 from crelle.formats.base import QuantTensor, nbytes
-from crelle.formats.composite import PermutedTensor
 from crelle.formats.dense import DenseTensor
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.kernels import ops
 from crelle.kernels.base import Problem
 from crelle.kernels.reference import matmul_fp64

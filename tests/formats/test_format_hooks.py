@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from crelle.bench.kernels.random_matrices import random_generator, random_matrix
-from crelle.cli.inspect import describe
+from crelle.cli.commands.inspect import describe
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats import builtin
 from crelle.formats.base import FORMATS, QuantTensor, Spec, expect, format_of, nbytes, register_format, shape_of, take
-from crelle.formats.composite import PermutedTensor
 from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.formats.storage.checkpoint_writer import CheckpointWriter, shard_name
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.kernels import ops
 from crelle.kernels.base import Problem
 from crelle.kernels.reference import matmul_fp64

@@ -13,7 +13,7 @@ from torch import Tensor
 from crelle.errors import FormatError
 from crelle.formats.base import bits_per_weight, nbytes
 from crelle.formats.mixed import GROUPS, MixedTensor
-from crelle.formats.mixed_packing import MixedCodes, Sizes, can_be_aligned, pack, packed_shapes, scale_widths, unpack
+from crelle.formats.packing.mixed import MixedCodes, Sizes, can_be_aligned, pack, packed_shapes, scale_widths, unpack
 
 
 def spec_of(N: int, K: int, group: int = 16, share: float = 0.25, outliers: int = 0, block: int = 16) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from torch import Tensor
 from crelle.errors import FormatError, UnsupportedError
 from crelle.formats import parallel
 from crelle.formats.base import bits_per_weight, nbytes
-from crelle.formats.rotated import MAX_BLOCK, RotatedTensor, Rotation
 from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.formats.storage.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.trellis import BITS, CODES, ROWS, UNIT, TrellisTensor, rings_of, states_of
+from crelle.formats.wrappers.rotated import MAX_BLOCK, RotatedTensor, Rotation
 from crelle.kernels import ops
 from crelle.kernels.reference import matmul_fp64
 

@@ -16,7 +16,7 @@ from crelle.bench.planner.plan_shapes import LARGE, describe
 from crelle.bench.report.contents import figures, headlines, not_drawn, sections
 from crelle.bench.report.page import page
 from crelle.bench.report.readers import read
-from crelle.cli.ablate import _known
+from crelle.cli.commands.ablate import _known
 from crelle.engine.generation_config import recommended_sampling
 from crelle.engine.loaded_model import _end_ids
 from crelle.errors import CrelleError, FormatError

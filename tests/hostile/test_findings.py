@@ -11,7 +11,7 @@ from alarm import at_most
 
 from crelle.bench.load.trace import read_trace
 from crelle.bench.planner.plan_shapes import LARGE, MAX_EXPERTS, describe
-from crelle.cli.ablate import _known
+from crelle.cli.commands.ablate import _known
 from crelle.engine.generation_config import recommended_sampling
 from crelle.errors import MAX_MESSAGE, CrelleError, FormatError
 from crelle.eval.tasks.spec import parse_spec

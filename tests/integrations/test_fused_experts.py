@@ -13,7 +13,7 @@ from mixtral import MIXTRAL, mixtral_config, randomize
 from typer.testing import CliRunner
 
 from crelle import quantize
-from crelle.cli.inspect import describe
+from crelle.cli.commands.inspect import describe
 from crelle.cli.main import app
 from crelle.errors import FormatError
 from crelle.formats.storage.checkpoint import Checkpoint

@@ -5,7 +5,7 @@ import torch
 
 from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor
-from crelle.formats.composite import PermutedTensor
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.kernels import cuda, ops
 from crelle.kernels.base import Problem
 from crelle.kernels.registry import explain, kernels

@@ -7,7 +7,7 @@ import torch
 
 from crelle.errors import UnsupportedError
 from crelle.formats.base import format_of
-from crelle.formats.rotated import RotatedTensor, Rotation
+from crelle.formats.wrappers.rotated import RotatedTensor, Rotation
 from crelle.kernels import ops
 from crelle.kernels.base import Problem
 from crelle.kernels.cpu import available

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 from crelle.bench.environment import environment
-from crelle.cli.doctor import examine
+from crelle.cli.commands.doctor import examine
 from crelle.kernels.threads import available_cores
 from crelle.server.run import _raise_file_limit
 

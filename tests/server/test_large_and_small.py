@@ -13,7 +13,7 @@ from tiny_server import GREEDY, Running, body_of, post, read_all, serving, statu
 
 from crelle import LLM
 from crelle.engine.tokenization.tokenizer import Tokenizer
-from crelle.server.bodies import LARGE
+from crelle.server.http.bodies import LARGE
 
 MANY = 16
 MESSAGES = [{"role": "user", "content": "Hello"}]

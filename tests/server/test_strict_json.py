@@ -17,7 +17,7 @@ from tiny_server import GREEDY, Running, ask, body_of, post, read_all, serving, 
 
 import crelle.server
 from crelle import LLM, Sampling
-from crelle.engine.output import OutputState, TokenLogprob
+from crelle.engine.requests.output import OutputState, TokenLogprob
 from crelle.engine.scheduler import Step
 from crelle.errors import NumericsError
 from crelle.server.errors import ApiError

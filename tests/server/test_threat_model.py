@@ -8,7 +8,8 @@ import pytest
 from tiny_server import GREEDY, Running, ask, body_of, nested_llm, post, read_all, serving, status
 
 from crelle import LLM
-from crelle.server import app, bodies
+from crelle.server import app
+from crelle.server.http import bodies
 from crelle.server.settings import Keys
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
-from crelle.engine.output import Event, OnEvent
+from crelle.engine.requests.output import Event, OnEvent
 from crelle.engine.sampling.sampler import Sampling
 from crelle.errors import CapacityError
 from crelle.formats.kv.pages import KVFormat

@@ -16,7 +16,8 @@ os.environ.setdefault("MIMALLOC_PURGE_DELAY", "500")
 
 import typer
 
-from crelle.cli import (
+from crelle.cli.bench import app as bench
+from crelle.cli.commands import (
     ablate,
     chat,
     demo,
@@ -35,7 +36,6 @@ from crelle.cli import (
     tune,
     warmup,
 )
-from crelle.cli.bench import app as bench
 from crelle.cli.common.console import err, print_json
 from crelle.cli.common.options_in_errors import options_of, with_options
 from crelle.errors import CrelleError

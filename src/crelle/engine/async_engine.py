@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from crelle.engine.engine import Engine
-from crelle.engine.handle import Handle
 from crelle.engine.loaded_model import Prompt
+from crelle.engine.requests.handle import Handle
 from crelle.engine.sampling.sampler import Sampling
 from crelle.errors import CapacityError
 

@@ -38,22 +38,22 @@ from time import perf_counter
 
 from torch import Tensor
 
-from crelle.engine.admission import MAX_LOGPROBS, require_possible
 from crelle.engine.block_manager import BlockManager
 from crelle.engine.faults import OWN_FAULT, Faults
-from crelle.engine.handle import Handle
 from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory.defaults import choose_plan
 from crelle.engine.memory.machine import out_of_memory
 from crelle.engine.memory.plan import show_bytes
 from crelle.engine.model_runner import ModelRunner
-from crelle.engine.output import OnEvent, OutputState, PromptLogprobs, QueueFullError
+from crelle.engine.requests.admission import MAX_LOGPROBS, require_possible
+from crelle.engine.requests.handle import Handle
+from crelle.engine.requests.output import OnEvent, OutputState, PromptLogprobs, QueueFullError
+from crelle.engine.requests.sequence import Reason, Request, Sequence
 from crelle.engine.sampling.grammar import GrammarSpec
 from crelle.engine.sampling.sampler import Sampler, Sampling, not_finite
 from crelle.engine.sampling.stop_filter import StopFilter
 from crelle.engine.sampling.verify import SampledToken, Verified, sample_drafts
 from crelle.engine.scheduler import UNKNOWN, Scheduler, Step
-from crelle.engine.sequence import Reason, Request, Sequence
 from crelle.engine.speculation.draft_model import DraftModel
 from crelle.engine.speculation.settings import Speculation, chosen_speculation
 from crelle.engine.speculation.speculator import Speculator

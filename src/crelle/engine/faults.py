@@ -9,7 +9,7 @@ own bookkeeping, and at once when the CUDA context is lost. A step never stops h
 from collections.abc import Callable
 from threading import Thread, current_thread
 
-from crelle.kernels.cuda.context_errors import context_error
+from crelle.kernels.cuda.runtime.context_errors import context_error
 
 FAILED_STEPS = 3  # without a good one between them: the engine stops
 OWN_FAULT = "a fault in the engine's own code"

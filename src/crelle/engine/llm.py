@@ -20,7 +20,7 @@ from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory.defaults import most_pages
 from crelle.engine.memory.plan import page_bytes
 from crelle.engine.offline import generate_all
-from crelle.engine.output import Completion, StreamChunk
+from crelle.engine.requests.output import Completion, StreamChunk
 from crelle.engine.sampling.sampler import Sampling, sampling_of
 from crelle.engine.speculation.load_draft import load_draft
 from crelle.engine.speculation.settings import Speculation

@@ -20,8 +20,8 @@ from torch import Tensor
 from crelle.engine.block_manager import Copy
 from crelle.engine.loaded_model import LoadedModel
 from crelle.engine.memory.plan import kv_heads
+from crelle.engine.requests.sequence import Sequence
 from crelle.engine.scheduler import UNKNOWN, Step
-from crelle.engine.sequence import Sequence
 from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels.cuda.executor import CudaExecutor
 from crelle.kernels.cuda.step.graph_inputs import MAX_SAMPLES, PendingTokens

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from crelle.engine.engine import Engine
 from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory.defaults import choose_plan
-from crelle.engine.output import Completion
+from crelle.engine.requests.output import Completion
 from crelle.engine.sampling.sampler import Sampling
 from crelle.engine.speculation.settings import Speculation
 from crelle.errors import SchemeError

@@ -57,7 +57,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from crelle.engine.block_manager import BlockManager, Copy, Key
-from crelle.engine.sequence import Reason, Request, Sequence, State
+from crelle.engine.requests.sequence import Reason, Request, Sequence, State
 from crelle.errors import CapacityError, SchemeError
 
 UNKNOWN = -1  # a token that was sampled, but did not arrive yet

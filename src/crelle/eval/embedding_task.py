@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from crelle.engine.embedder import Embedder
+from crelle.engine.embedding.embedder import Embedder
 from crelle.quantize_job.task import Task
 
 

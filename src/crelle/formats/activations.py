@@ -8,8 +8,8 @@ last n are outliers in groups of their own, with `outlier_bits` (8; 16: as they 
     x ≈ scale q
 
 With `hadamard`, x is rotated first, in f32: blocks of 128 channels (fewer where the group is no multiple of 128, and
-behind the last whole block) are multiplied by a Hadamard matrix (crelle.formats.hadamard), outliers are not. A large
-value is then shared by its block, and a few bits lose much less; the matrix's columns are stored rotated too.
+behind the last whole block) are multiplied by a Hadamard matrix (crelle.formats.wrappers.hadamard), outliers are not. A
+large value is then shared by its block, and a few bits lose much less; the matrix's columns are stored rotated too.
 
 All steps are single IEEE f32 operations, so every backend finds the same integers: one division per group, one
 product per value. A group with scale < 2^-100 is all zeros with scale 0 (so flushing denormals changes nothing). NaN
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from crelle.errors import FormatError
-from crelle.formats.hadamard import block_size, hadamard_blocks
 from crelle.formats.storage.io import shown
+from crelle.formats.wrappers.hadamard import block_size, hadamard_blocks
 
 BITS = (3, 4, 8)
 MAX_GROUP = 1 << 17  # channels of a group, or all of a row: a scheme's group size may exceed a short row

@@ -31,7 +31,7 @@ from crelle.formats.bcq import (
     planes_of,
 )
 from crelle.formats.packing import pack_planes
-from crelle.formats.random_parts import RandomParts
+from crelle.formats.packing.random_parts import RandomParts
 from crelle.formats.storage.io import shown
 
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from crelle.errors import FormatError
 from crelle.formats.base import QuantTensor, Spec, expect, register_format, shape_of, take
 from crelle.formats.packing import pack_planes, pack_stream, unpack_planes, unpack_signs, unpack_stream
+from crelle.formats.packing.random_parts import RandomParts
 from crelle.formats.parallel import cuts_group, stack_tensors
-from crelle.formats.random_parts import RandomParts
 from crelle.formats.storage.io import shown
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

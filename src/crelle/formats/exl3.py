@@ -28,8 +28,8 @@ from torch import Tensor
 from crelle.errors import FormatError
 from crelle.formats.base import Spec, expect, register_format, shape_of, take
 from crelle.formats.dense import DenseTensor
-from crelle.formats.hadamard import hadamard_blocks
 from crelle.formats.storage.io import shown
+from crelle.formats.wrappers.hadamard import hadamard_blocks
 
 TILE, BLOCK = 16, 128
 CODES = {"3inst": (89226354, 64248484), "mcg": (0xCBAC1FED, 0), "mul1": (0x83DCD12D, 0)}

@@ -28,8 +28,8 @@ from crelle.errors import FormatError
 from crelle.formats.activations import BITS, MAX_GROUP, ActivationSpec, group_slices, least_and_top, spread
 from crelle.formats.base import QuantTensor, Spec, expect, register_format, shape_of, take
 from crelle.formats.packing import pack_stream, unpack_stream
+from crelle.formats.packing.random_parts import RandomParts
 from crelle.formats.parallel import SCATTERED, TOGETHER, stack_tensors
-from crelle.formats.random_parts import RandomParts
 from crelle.formats.storage.io import shown
 
 _KEYS = {"format", "shape", "bits", "group", "outliers", "outlier_bits", "permuted", "activation"}

@@ -11,7 +11,7 @@ Input channels in groups of G (8, 16, 32, 64). A group has 2 or 4 bits for all o
     outliers       added to that: CSR, f16 values, 16-bit columns, 32-bit row pointers. The quantizer takes them from
                    2-bit groups only; what is stored is the difference to what their code stands for.
 
-Stored beside the codes (crelle.formats.mixed_packing says how those are packed):
+Stored beside the codes (crelle.formats.packing.mixed says how those are packed):
     four             uint8 [C]        1: the group has 4 bits
     second_scale     f16 [B, C2]      B = ceil(N / block)
     row_scale        f16 [N]          row_zero  uint8 [N]                              where C4 > 0
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.base import Spec, expect, register_format, shape_of, take
-from crelle.formats.mixed_packing import (
+from crelle.formats.packing.mixed import (
     PACKINGS,
     MixedCodes,
     Packing,
@@ -42,8 +42,8 @@ from crelle.formats.mixed_packing import (
     scale_widths,
     unpack,
 )
+from crelle.formats.packing.random_parts import RandomParts
 from crelle.formats.parallel import cuts_group
-from crelle.formats.random_parts import RandomParts
 from crelle.formats.storage.io import shown
 
 GROUPS = (8, 16, 32, 64)

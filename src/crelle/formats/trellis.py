@@ -15,7 +15,7 @@ Layout:
     codes  uint8 [ceil(N/32), ceil(K/4), 16 bits]    the rings, first the outputs that come first
     scale  f16 [N]
 Bits per weight: bits + 16 / K where 32 divides N and 4 divides K. The values of random states are nearly Gaussian, as
-weights are after a rotation (crelle.formats.rotated).
+weights are after a rotation (crelle.formats.wrappers.rotated).
 """
 
 from collections.abc import Mapping, Sequence

@@ -39,8 +39,8 @@ from crelle.formats.grouped import (
     unrotated,
 )
 from crelle.formats.packing import pack_stream, unpack_stream
+from crelle.formats.packing.random_parts import RandomParts
 from crelle.formats.parallel import stack_tensors
-from crelle.formats.random_parts import RandomParts
 
 LIMIT = 119  # of v before it is rounded to 4 bits
 _KEYS = {"format", "shape", "bits", "group", "outliers", "permuted", "activation"}

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
-from crelle.formats.composite import PermutedTensor
 from crelle.formats.grouped import GroupedTensor
-from crelle.formats.rotated import RotatedTensor
 from crelle.formats.two_level import TwoLevelTensor
+from crelle.formats.wrappers.composite import PermutedTensor
+from crelle.formats.wrappers.rotated import RotatedTensor
 
 
 @dataclass(frozen=True, slots=True)

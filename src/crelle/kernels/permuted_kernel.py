@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
-from crelle.formats.composite import PermutedTensor
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.kernels.base import Encoded, WrappedKernel
 
 

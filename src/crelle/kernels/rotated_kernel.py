@@ -1,4 +1,4 @@
-"""Any kernel, for a matrix with rotated inputs (crelle.formats.rotated): torch rotates x, the kernel multiplies."""
+"""Any kernel, for a matrix with rotated inputs (wrappers/rotated.py): torch rotates x, the kernel multiplies."""
 
 from typing import Any, NamedTuple
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
-from crelle.formats.hadamard import hadamard_blocks
-from crelle.formats.rotated import RotatedTensor, Rotation
+from crelle.formats.wrappers.hadamard import hadamard_blocks
+from crelle.formats.wrappers.rotated import RotatedTensor, Rotation
 from crelle.kernels.base import Encoded, WrappedKernel
 
 

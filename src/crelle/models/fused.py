@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from crelle.formats.composite import PermutedTensor
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.kernels import cpu, ops
 from crelle.kernels.cpu.fused_decoder import (
     ExpertsParts,

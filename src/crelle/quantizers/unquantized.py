@@ -1,6 +1,6 @@
 """Weights of the layers that no scheme quantizes: tensors that are not a linear layer's matrix [outputs, inputs].
 
-Such are experts in a fused layout that crelle.formats.fused_experts does not take apart (Llama 4, gpt-oss), and
+Such are experts in a fused layout that crelle.formats.storage.fused_experts does not take apart (Llama 4, gpt-oss), and
 convolutions. They go into a checkpoint as they are; reports count their bits and say what they are.
 """
 

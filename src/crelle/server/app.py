@@ -19,8 +19,8 @@ from crelle.engine.async_engine import AsyncEngine
 from crelle.errors import CapacityError
 from crelle.server.event_queue import EventBridge
 from crelle.server.handlers import STATE, add_routes
+from crelle.server.http.middleware import dress, middleware
 from crelle.server.logs import LOGGER, describe, log
-from crelle.server.middleware import dress, middleware
 from crelle.server.settings import Settings
 from crelle.server.state import State
 

@@ -7,7 +7,7 @@ The openai client turns the status into its exception classes:
 
 import asyncio
 
-from crelle.engine.output import QueueFullError
+from crelle.engine.requests.output import QueueFullError
 from crelle.errors import CapacityError, CrelleError, NumericsError, SchemeError
 from crelle.server.schema.response_schemas import Error, Problem
 

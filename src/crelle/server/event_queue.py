@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from crelle.engine.engine import Handle
-from crelle.engine.output import Event
+from crelle.engine.requests.output import Event
 
 Item = tuple[int, Event]  # number of the prompt among those of the HTTP request, event
 

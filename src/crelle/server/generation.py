@@ -6,12 +6,12 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from crelle.engine.output import Event, Output
+from crelle.engine.requests.output import Event, Output
 from crelle.server.answers.response_items import ItemBuilder
 from crelle.server.errors import failed, of_engine, unavailable
 from crelle.server.event_queue import EventQueue
+from crelle.server.http.request_context import REQUEST_CONTEXT
 from crelle.server.logs import describe
-from crelle.server.request_context import REQUEST_CONTEXT
 from crelle.server.requests import GenerationRequest
 from crelle.server.responses import ResponseBuilder, usage
 from crelle.server.state import State

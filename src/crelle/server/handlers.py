@@ -14,11 +14,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CrelleError
-from crelle.server.bodies import LARGE
 from crelle.server.errors import PASSED_ON, ApiError, failed, timed_out
 from crelle.server.generation import Generation
+from crelle.server.http.bodies import LARGE
+from crelle.server.http.reply import reply
 from crelle.server.logs import describe
-from crelle.server.reply import reply
 from crelle.server.requests import Detokenized, Embed, GenerationRequest, Tokenize, not_served
 from crelle.server.responses import PING, sse
 from crelle.server.schema.response_schemas import (

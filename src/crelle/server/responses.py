@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from crelle.engine.output import Event, Output, TokenLogprob
+from crelle.engine.requests.output import Event, Output, TokenLogprob
 from crelle.server.answers.chat_answer import ChatAnswer, Parts, thinks
 from crelle.server.answers.tool_formats import format_of
 from crelle.server.answers.tool_parser import ToolCallParser

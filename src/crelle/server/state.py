@@ -15,9 +15,9 @@ from torch import Tensor
 from crelle.engine.async_engine import AsyncEngine
 from crelle.engine.embedding import Pooling, embed
 from crelle.errors import CapacityError, CrelleError, SchemeError
-from crelle.server.bodies import LARGE, Bodies
 from crelle.server.errors import ApiError, refused, unavailable
 from crelle.server.event_queue import EventBridge, EventQueue
+from crelle.server.http.bodies import LARGE, Bodies
 from crelle.server.metrics import Metrics
 from crelle.server.requests import GenerationRequest, RequestParser
 from crelle.server.schema.openapi import document

@@ -19,7 +19,7 @@ from sampled_cases import share_of
 from crelle import LLM, Sampling
 from crelle.engine.async_engine import AsyncEngine
 from crelle.engine.engine import Engine
-from crelle.engine.output import Event
+from crelle.engine.requests.output import Event
 from crelle.engine.scheduler import Step
 from crelle.errors import CapacityError
 

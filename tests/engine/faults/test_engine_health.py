@@ -131,7 +131,7 @@ def test_a_context_that_is_lost_while_sampling_stops_the_engine(llm: LLM, monkey
     def lost(*_: Any) -> int:
         raise TORCH
 
-    monkeypatch.setattr("crelle.engine.output.OutputState.sample", lost)
+    monkeypatch.setattr("crelle.engine.requests.output.OutputState.sample", lost)
     assert one_token(engine) == "error"
     assert_stopped(engine, TORCH, "the CUDA context is lost (an illegal memory access was encountered)")
 

@@ -13,7 +13,7 @@ from test_ahead import Late
 
 from crelle import LLM, Sampling
 from crelle.engine.engine import Engine
-from crelle.engine.output import logprob
+from crelle.engine.requests.output import logprob
 from crelle.engine.sampling.sampler import Sampler
 from crelle.engine.scheduler import Step
 from crelle.errors import NumericsError

@@ -10,7 +10,7 @@ from conftest import write_tiny_model
 
 from crelle import LLM, Sampling
 from crelle.engine.engine import Engine
-from crelle.engine.output import Output
+from crelle.engine.requests.output import Output
 from crelle.errors import SchemeError
 from crelle.eval.perplexity import window_logits
 from crelle.kernels.threads import set_threads

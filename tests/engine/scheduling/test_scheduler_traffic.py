@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sampled_cases import share_of
 
 from crelle.engine.block_manager import BlockManager
+from crelle.engine.requests.sequence import Request, Sequence, State
 from crelle.engine.scheduler import Scheduler, Step
-from crelle.engine.sequence import Request, Sequence, State
 from crelle.errors import CapacityError
 
 prompts = st.builds(

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crelle.engine.block_manager import BlockManager
+from crelle.engine.requests.sequence import Request, Sequence, State
 from crelle.engine.sampling.sampler import Sampling
-from crelle.engine.sequence import Request, Sequence, State
 from crelle.errors import SchemeError
 
 

@@ -9,7 +9,7 @@ from fake_model import Runner, alone, mix, request, scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crelle.engine.sequence import Sequence as Text
+from crelle.engine.requests.sequence import Sequence as Text
 from crelle.engine.speculation.ngram import LEAST, LONGEST, NgramLookup
 from crelle.engine.speculation.pace import Odds, Pauses, StepTimes, best_lengths, trial
 from crelle.engine.speculation.settings import Speculation

@@ -13,11 +13,11 @@ from exported import assert_same_weights, read_all
 
 from crelle.errors import CrelleError
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.composite import PermutedTensor
 from crelle.formats.exporters.awq import AWQLayout
 from crelle.formats.exporters.compressed_tensors import CompressedTensorsLayout
 from crelle.formats.exporters.directory import export_directory
 from crelle.formats.storage.open import open_weights
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.quantizers.pipeline import quantize
 
 UP = "model.layers.0.mlp.up_proj"

@@ -16,12 +16,12 @@ from crelle.engine.llm import LLM
 from crelle.errors import CrelleError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.composite import PermutedTensor
 from crelle.formats.exporters import gguf_blocks
 from crelle.formats.exporters.gguf import export_gguf
 from crelle.formats.exporters.gguf_metadata import rope
 from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.storage.open import open_weights
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.models.loader import build
 from crelle.quantizers.pipeline import quantize
 

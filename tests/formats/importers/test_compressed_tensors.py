@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crelle.errors import CrelleError
-from crelle.formats.composite import PermutedTensor
 from crelle.formats.storage.open import open_weights
+from crelle.formats.wrappers.composite import PermutedTensor
 
 quick = settings(deadline=None, max_examples=60)
 

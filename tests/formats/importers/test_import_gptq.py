@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.composite import PermutedTensor
 from crelle.formats.importers.gptq import GPTQDirectory
 from crelle.formats.storage.open import open_weights
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.kernels import ops
 from crelle.kernels.reference import matmul_fp64
 from crelle.kernels.registry import kernels

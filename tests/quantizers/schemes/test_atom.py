@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from crelle import LLM, CalibrationData, Sampling, quantize
-from crelle.cli.inspect import describe
+from crelle.cli.commands.inspect import describe
 from crelle.errors import SchemeError
 from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import format_of, nbytes

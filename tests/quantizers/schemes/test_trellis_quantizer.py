@@ -6,8 +6,8 @@ from problems import correlated, output_error, stats_of, weight
 
 from crelle.errors import SchemeError
 from crelle.formats.base import bits_per_weight, format_of
-from crelle.formats.rotated import RotatedTensor
 from crelle.formats.trellis import BITS, CODES, STATES, TrellisTensor, rings_of, states_of
+from crelle.formats.wrappers.rotated import RotatedTensor
 from crelle.kernels.cpu import core
 from crelle.quantizers.calibration.stats import Stats
 from crelle.quantizers.scheme import parse

@@ -27,7 +27,7 @@ from tiny_server import (
 )
 
 from crelle import LLM, Sampling
-from crelle.engine.output import Event
+from crelle.engine.requests.output import Event
 from crelle.engine.scheduler import Step
 from crelle.errors import SchemeError
 from crelle.server.event_queue import EventQueue

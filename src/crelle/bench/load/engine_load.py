@@ -24,7 +24,7 @@ from crelle.bench.load.model_sources import checked_part, quantizes_activations
 from crelle.bench.load.trace import Prompts, TraceRequest
 from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
-from crelle.engine.output import Event
+from crelle.engine.requests.output import Event
 from crelle.engine.sampling.sampler import Sampling
 from crelle.engine.stats import Stats
 from crelle.errors import CapacityError, SchemeError, UnsupportedError

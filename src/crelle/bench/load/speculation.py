@@ -21,7 +21,15 @@ from crelle.engine.sampling.sampler import Sampling
 from crelle.errors import CapacityError, UnsupportedError
 
 Kind = Literal["repeats", "prose"]
-_FILES = ("engine.handle", "engine.stats", "formats.packing", "kernels.threads", "engine.admission", "errors", "cache")
+_FILES = (
+    "engine.requests.handle",
+    "engine.stats",
+    "formats.packing",
+    "kernels.threads",
+    "engine.requests.admission",
+    "errors",
+    "cache",
+)
 _BEGIN = ("The history of the", "In a small village by", "The most important thing about", "Water is", "Once upon a")
 _AGAIN = 24  # tokens of a file that stand once more at the end of a prompt
 

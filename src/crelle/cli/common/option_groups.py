@@ -110,7 +110,7 @@ speculation_options = option_group(
 
 def _model_options(**given: Any) -> ModelOptions:
     """Return the options; if they allow a GPU, its context is created while the command imports torch."""
-    from crelle.kernels.cuda import early_context
+    from crelle.kernels.cuda.runtime import early_context
 
     if given["device"] != "cpu":
         early_context.start()

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from crelle.engine.output import Completion
+    from crelle.engine.requests.output import Completion
 
 
 def drafts(done: "Completion") -> str:

@@ -7,7 +7,7 @@ from crelle.errors import CapacityError, CrelleError
 
 if TYPE_CHECKING:
     from crelle.engine.llm import LLM
-    from crelle.engine.output import Completion
+    from crelle.engine.requests.output import Completion
     from crelle.engine.sampling.sampler import Sampling
     from crelle.engine.tokenization.tokenizer import Message
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crelle.engine.output import OutputState
+from crelle.engine.requests.output import OutputState
 from crelle.engine.sampling.grammar import compute_masks
 from crelle.engine.sampling.logits_processors import apply_updates
 from crelle.engine.sampling.sampler import likeliest

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crelle.engine.output import OutputState, TokenLogprob
+from crelle.engine.requests.output import OutputState, TokenLogprob
+from crelle.engine.requests.sequence import Sequence
 from crelle.engine.sampling.batch_sampler import sample_batch
-from crelle.engine.sequence import Sequence
 
 
 class SampledToken(NamedTuple):

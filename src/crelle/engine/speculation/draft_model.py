@@ -14,8 +14,8 @@ import torch
 
 from crelle.engine.block_manager import Copy
 from crelle.engine.memory.plan import draft_kv, kv_heads
+from crelle.engine.requests.sequence import Sequence
 from crelle.engine.sampling.sampler import likeliest
-from crelle.engine.sequence import Sequence
 from crelle.engine.speculation.settings import MOST
 from crelle.formats.kv.pages import KVPages
 from crelle.kernels.executor import Chunk, Executor

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from crelle.engine.requests.sequence import Sequence
 from crelle.engine.scheduler import UNKNOWN, Step
-from crelle.engine.sequence import Sequence
 from crelle.engine.speculation.draft_model import DraftModel
 from crelle.engine.speculation.ngram import NgramLookup
 from crelle.engine.speculation.pace import Odds, Pauses, StepTimes, best_lengths, trial

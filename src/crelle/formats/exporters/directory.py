@@ -20,12 +20,12 @@ from torch import Tensor
 from crelle.errors import CrelleError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import UniformTensor
-from crelle.formats.composite import PermutedTensor
 from crelle.formats.storage.checkpoint_writer import CheckpointWriter
 from crelle.formats.storage.destination import destination, refuse_overlap
 from crelle.formats.storage.open import Weights
 from crelle.formats.storage.ownership import EXPORTER, HF_INDEX
 from crelle.formats.storage.tokenizer_files import check_copied_files
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.version import __version__
 
 _ROWS = 4096  # of a matrix, which are dequantized at a time

@@ -18,9 +18,9 @@ from crelle.errors import UnsupportedError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import Planes, UniformTensor
-from crelle.formats.composite import PermutedTensor
 from crelle.formats.dense import DenseTensor
 from crelle.formats.exporters.directory import half_scale
+from crelle.formats.wrappers.composite import PermutedTensor
 
 Array = np.ndarray[Any, Any]
 BLOCK = 32

@@ -17,9 +17,9 @@ from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import MAX_BITS, SCALE_DTYPES, UniformTensor, groups_in
-from crelle.formats.composite import PermutedTensor
 from crelle.formats.storage.hf import HFDirectory
 from crelle.formats.storage.hf_layout import is_conv1d
+from crelle.formats.wrappers.composite import PermutedTensor
 
 
 class EncodedDirectory(HFDirectory):

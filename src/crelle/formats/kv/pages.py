@@ -48,10 +48,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crelle.formats.hadamard import block_size as hadamard_block_size
-from crelle.formats.hadamard import hadamard_blocks
 from crelle.formats.kv.codes import dequantize, quantize, scale_zero
 from crelle.formats.kv.format import KVCode, KVFormat, PageLayout
+from crelle.formats.wrappers.hadamard import block_size as hadamard_block_size
+from crelle.formats.wrappers.hadamard import hadamard_blocks
 
 __all__ = [
     "KVCode",

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from crelle.errors import FormatError
 from crelle.formats.base import QuantTensor
-from crelle.formats.fused_experts import split_experts
 from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.formats.storage.fused_experts import split_experts
 from crelle.formats.storage.hf import HFDirectory
 from crelle.formats.storage.io import looks_pickled, read_json, refuse_pickle
 from crelle.formats.storage.nearby import meant_instead, models_in

@@ -22,8 +22,8 @@ from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.formats.fp4 import Fp4Tensor, Mxfp4Tensor, Nvfp4Tensor
 from crelle.formats.mixed import MixedTensor
-from crelle.formats.rotated import RotatedTensor
 from crelle.formats.trellis import TrellisTensor
+from crelle.formats.wrappers.rotated import RotatedTensor
 from crelle.kernels.base import Encoded, FloatInput, Problem, floats, takes_floats
 from crelle.kernels.cpu import available, core
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.formats.base import Spec
 from crelle.formats.mixed import BLOCK, GROUPS, MixedTensor
-from crelle.formats.mixed_packing import MixedCodes, Packing, can_be_aligned, scale_widths
+from crelle.formats.packing.mixed import MixedCodes, Packing, can_be_aligned, scale_widths
 from crelle.quantizers.calibration.stats import Stats
 from crelle.quantizers.schemes.gptq import GPTQ
 from crelle.quantizers.schemes.hessian_base import HessianConfig

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor, Spec
-from crelle.formats.rotated import RotatedTensor, Rotation
 from crelle.formats.trellis import BITS, CODES, Code, TrellisTensor
+from crelle.formats.wrappers.rotated import RotatedTensor, Rotation
 from crelle.quantizers.calibration.stats import Stats, require_stats
 from crelle.quantizers.schemes.hessian_base import HessianConfig, check_hessian_settings
 from crelle.quantizers.solvers.gptq_solver import LDLFactor, factor, solve_damped

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import groups_in
-from crelle.formats.composite import PermutedTensor
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.quantizers.solvers.grouping import to_groups
 
 COARSE = 2.0**-19  # a scale below this is off by up to 1.6%

@@ -3,7 +3,7 @@
     pairs     mean (cos(a, b) - score)²                       two texts and how alike they are, 0 … 1
     labels    mean cross-entropy of softmax_l 20 cos(a, l)    a text and the embeddings of the labels' names
 
-An embedding is the mean over the tokens of a text (crelle.engine.embedder). Both texts of a pair are in one batch.
+An embedding is the mean over the tokens of a text (embedding/embedder.py). Both texts of a pair are in one batch.
 """
 
 import hashlib

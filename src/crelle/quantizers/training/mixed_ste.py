@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from crelle.formats.mixed import MixedTensor, zero_of
-from crelle.formats.mixed_packing import pack
+from crelle.formats.packing.mixed import pack
 from crelle.quantizers.solvers.grouping import TINY, from_groups, to_groups
 from crelle.quantizers.training.ste_base import TrainableWeight, as_f16, on_grid
 

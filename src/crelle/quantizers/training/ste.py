@@ -24,9 +24,9 @@ from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.grouped import GroupedTensor
 from crelle.formats.mixed import MixedTensor
-from crelle.formats.rotated import RotatedTensor
 from crelle.formats.trellis import TrellisTensor
 from crelle.formats.two_level import TwoLevelTensor
+from crelle.formats.wrappers.rotated import RotatedTensor
 from crelle.quantizers.solvers.grouping import TINY, from_groups, to_groups
 from crelle.quantizers.training.grouped_ste import STEGrouped, STETwoLevel
 from crelle.quantizers.training.mixed_ste import STEMixed

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from crelle.engine.output import Event, Output
+from crelle.engine.requests.output import Event, Output
 from crelle.server.answers.chat_answer import Parts
 from crelle.server.responses import ResponseBuilder
 from crelle.server.schema.response_api import Respond

@@ -9,7 +9,7 @@ from conftest import quantized_copy, write_tiny_model
 from torch import Tensor
 
 from crelle.formats.mixed import GROUPS, MixedTensor
-from crelle.formats.mixed_packing import MixedCodes
+from crelle.formats.packing.mixed import MixedCodes
 from crelle.formats.storage.open import open_weights
 from crelle.kernels.cpu.fused_decoder import LayerParts, LinearParts, Matrix, ModelParts, NormParts, matrix
 from crelle.kernels.cpu.kernel import Cpu

@@ -7,8 +7,8 @@ import torch
 from conftest import write_tiny_model
 
 from crelle.formats.base import QuantTensor
-from crelle.formats.rotated import RotatedTensor, Rotation
 from crelle.formats.trellis import TrellisTensor
+from crelle.formats.wrappers.rotated import RotatedTensor, Rotation
 from crelle.kernels import ops
 from crelle.kernels.cpu import available
 from crelle.models.decoder import DecoderModel

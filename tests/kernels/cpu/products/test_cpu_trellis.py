@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from crelle.formats.rotated import RotatedTensor, Rotation
 from crelle.formats.trellis import BITS, CODES, TrellisTensor
+from crelle.formats.wrappers.rotated import RotatedTensor, Rotation
 from crelle.kernels import cpu, ops
 from crelle.kernels.base import Problem
 from crelle.kernels.cpu import available

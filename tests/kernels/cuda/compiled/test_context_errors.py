@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crelle.errors import CrelleError, FormatError
-from crelle.kernels.cuda.context_errors import context_error
+from crelle.kernels.cuda.runtime.context_errors import context_error
 
 LOST = [
     "an illegal memory access was encountered",

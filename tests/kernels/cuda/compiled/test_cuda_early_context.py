@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from crelle.kernels.cuda import early_context
+from crelle.kernels.cuda.runtime import early_context
 
 
 class Driver:
@@ -51,14 +51,14 @@ def test_nothing_happens_without_a_driver_or_beside_torch(monkeypatch: pytest.Mo
 
 
 def test_the_command_line_does_not_import_torch_for_it() -> None:
-    code = "from crelle.kernels.cuda import early_context; early_context.start()"
+    code = "from crelle.kernels.cuda.runtime import early_context; early_context.start()"
     subprocess.run([sys.executable, "-c", f"{code}; import sys; assert 'torch' not in sys.modules"], check=True)
 
 
 @pytest.mark.gpu
 def test_torch_uses_the_same_context() -> None:
     code = """
-from crelle.kernels.cuda import early_context
+from crelle.kernels.cuda.runtime import early_context
 thread = early_context.start()
 import ctypes, torch
 assert thread is not None

@@ -9,7 +9,7 @@ from disassembly import LOCAL_MEMORY, MATRIX, SassFacts, disassemble, loads_in_f
 
 from crelle.kernels import cuda
 from crelle.kernels.cuda import jit
-from crelle.kernels.cuda.instantiations import Instantiation, instantiations
+from crelle.kernels.cuda.runtime.instantiations import Instantiation, instantiations
 
 pytestmark = pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 

@@ -9,7 +9,7 @@ from plane_weights import TOLERANCE, relative
 from product_checks import graph_gives_the_same
 from torch import Tensor
 
-from crelle.formats.composite import PermutedTensor
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.kernels import cuda, ops
 from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.dense import dense

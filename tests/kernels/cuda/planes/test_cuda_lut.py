@@ -10,7 +10,7 @@ from torch import Tensor
 from crelle.errors import UnsupportedError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.bcq import BCQTensor
-from crelle.formats.composite import PermutedTensor
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.lut import lut
 from crelle.kernels.cuda.lut.lut import LutTileConfig, LutWeight, Variant

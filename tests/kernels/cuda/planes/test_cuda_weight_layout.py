@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from plane_weights import random_weight, values_in
 
 from crelle.errors import UnsupportedError
-from crelle.formats.composite import PermutedTensor
 from crelle.formats.dense import DenseTensor
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.kernels.cuda.planes.weight_layout import BLOCK, ScaleKind, join, lay_out
 
 

@@ -19,7 +19,7 @@ from crelle.kernels.cuda.integer.integer_kernel import CudaInteger
 from crelle.kernels.cuda.mixed.mixed_kernel import CudaMixed
 from crelle.kernels.cuda.planes import bmma_gemv
 from crelle.kernels.cuda.planes.kernel import Cuda
-from crelle.kernels.cuda.plans import Plans
+from crelle.kernels.cuda.runtime.plans import Plans
 
 N, K, HALF = 288, 320, torch.float16
 FORMATS: dict[str, dict[str, Any]] = {

@@ -11,8 +11,8 @@ from plane_weights import relative
 from torch import Tensor
 from trellis_weights import KINDS, random_trellis
 
-from crelle.formats.rotated import RotatedTensor, Rotation
 from crelle.formats.trellis import TrellisTensor
+from crelle.formats.wrappers.rotated import RotatedTensor, Rotation
 from crelle.kernels.base import Prepared, Problem
 from crelle.kernels.cuda.dense import dense
 from crelle.kernels.cuda.step import fused_linear

@@ -6,9 +6,9 @@ import pytest
 import torch
 from trellis_weights import KINDS, random_trellis
 
-from crelle.formats.rotated import RotatedTensor, Rotation
 from crelle.formats.trellis import COLUMNS, states_of
 from crelle.formats.trellis import ROWS as RING_ROWS
+from crelle.formats.wrappers.rotated import RotatedTensor, Rotation
 from crelle.kernels import cuda
 from crelle.kernels.base import Problem
 from crelle.kernels.cuda.trellis import trellis_gemv

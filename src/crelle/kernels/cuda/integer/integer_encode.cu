@@ -42,7 +42,7 @@ __device__ __forceinline__ float code_of(float v, float inverse, float least, fl
 }
 
 // H f over blocks of `block` places, at most MOST, of which a thread has 8 in a row; root: 1/sqrt(block). The sums of
-// crelle.formats.hadamard, in their order. Whole warps call this.
+// crelle.formats.wrappers.hadamard, in their order. Whole warps call this.
 template <int MOST>
 __device__ __forceinline__ void rotate(float (&f)[8], int block, float root) {
 #pragma unroll

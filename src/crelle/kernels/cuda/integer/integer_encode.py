@@ -19,12 +19,12 @@ from torch import Tensor
 from crelle.errors import UnsupportedError
 from crelle.formats.activations import ActivationSpec, least_and_top
 from crelle.formats.grouped import GroupedTensor
-from crelle.formats.hadamard import block_size
 from crelle.formats.two_level import TwoLevelTensor
+from crelle.formats.wrappers.hadamard import block_size
 from crelle.kernels.cuda.integer.integer_x import IntegerX
 from crelle.kernels.cuda.launch import ADDRESS, Launch, can_bind, load
 from crelle.kernels.cuda.planes.bmma_gemv import C_TYPES
-from crelle.kernels.cuda.plans import Plans
+from crelle.kernels.cuda.runtime.plans import Plans
 from crelle.kernels.cuda.step.activations import Prologue, is_gated, width
 
 if TYPE_CHECKING:

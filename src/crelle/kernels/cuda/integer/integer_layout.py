@@ -24,7 +24,7 @@ from crelle.formats.activations import ActivationSpec
 from crelle.formats.base import QuantTensor
 from crelle.formats.grouped import GroupedTensor
 from crelle.formats.two_level import TwoLevelTensor
-from crelle.kernels.cuda.plans import Plans
+from crelle.kernels.cuda.runtime.plans import Plans
 
 ROWS, BLOCK = 64, 128
 _WHOLE = 1 << 30  # blocks with one scale of x: all

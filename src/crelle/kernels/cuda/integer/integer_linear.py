@@ -17,7 +17,7 @@ from crelle.kernels.cuda.dispatch import INVARIANT_INTEGER_ROWS
 from crelle.kernels.cuda.integer.integer_encode import EncodeForm, EncodePlan, bind, encode, encode_each
 from crelle.kernels.cuda.integer.integer_x import IntegerX
 from crelle.kernels.cuda.launch import Launch, is_recording
-from crelle.kernels.cuda.plans import Plans
+from crelle.kernels.cuda.runtime.plans import Plans
 from crelle.kernels.cuda.step.activations import Prologue
 
 if TYPE_CHECKING:

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from crelle.errors import UnsupportedError
 from crelle.formats.mixed import MixedTensor
-from crelle.formats.mixed_packing import MixedCodes
+from crelle.formats.packing.mixed import MixedCodes
 from crelle.kernels.cuda.mixed.mixed_gemm_layout import by_block
-from crelle.kernels.cuda.plans import Plans
+from crelle.kernels.cuda.runtime.plans import Plans
 
 ROWS = 16  # outputs of a tile
 UNIT2, UNIT4 = 256, 128  # inputs of a unit

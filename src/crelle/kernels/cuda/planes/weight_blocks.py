@@ -14,7 +14,7 @@ from crelle.errors import UnsupportedError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.formats.composite import PermutedTensor
+from crelle.formats.wrappers.composite import PermutedTensor
 
 ROWS = 16  # of a tile, in every layout
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from crelle.formats.base import QuantTensor
 from crelle.kernels.cuda.planes.weight_blocks import ROWS, BlockedWeight, ScaleKind, blocked
-from crelle.kernels.cuda.plans import Plans
+from crelle.kernels.cuda.runtime.plans import Plans
 
 __all__ = ["BLOCK", "ROWS", "CudaWeight", "ScaleKind", "join", "lay_out", "same_inputs"]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor
-from crelle.formats.rotated import RotatedTensor
 from crelle.formats.trellis import CODES, TrellisTensor
+from crelle.formats.wrappers.rotated import RotatedTensor
 from crelle.kernels import cuda
 from crelle.kernels.base import Encoded, Problem, takes_floats
 from crelle.kernels.cuda.launch import on_device

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from crelle.formats.rotated import RotatedTensor
 from crelle.formats.trellis import Code, TrellisTensor
+from crelle.formats.wrappers.rotated import RotatedTensor
 
 ROWS, COLUMNS = 256, 16  # of a unit
 _PADDED = 4  # units: the most that a pipeline loads at a time

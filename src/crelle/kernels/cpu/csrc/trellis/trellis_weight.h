@@ -1,4 +1,4 @@
-// A matrix of trellis codes (crelle.formats.trellis), bare or with rotated inputs (crelle.formats.rotated), laid out
+// A matrix of trellis codes (crelle.formats.trellis), bare or with rotated inputs (crelle.formats.wrappers.rotated), laid out
 // for products of bytes.
 //
 // A sequence is 32 outputs by 4 inputs, and its ring has 128 bits for each bit of a weight. A block has the sequences

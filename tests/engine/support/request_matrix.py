@@ -22,8 +22,8 @@ from crelle.bench.model_shapes import RandomWeights, llama_config
 from crelle.engine.engine import Engine, Handle
 from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.formats.base import QuantTensor
-from crelle.formats.composite import PermutedTensor
 from crelle.formats.storage.open import open_weights
+from crelle.formats.wrappers.composite import PermutedTensor
 from crelle.models.loader import build
 
 CONTEXT, PAGE, WORDS = 2048, 16, 320

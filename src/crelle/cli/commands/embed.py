@@ -57,7 +57,7 @@ def run(
 
     `crelle embed out/minilm-3bit --file sentences.txt --json > embeddings.json`
     """
-    from crelle.engine.embedder import Embedder
+    from crelle.engine.embedding.embedder import Embedder
 
     use_threads(threads)
     given = [*(texts or []), *_lines(file)]

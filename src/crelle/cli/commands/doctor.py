@@ -112,7 +112,7 @@ def _cuda_kernels() -> dict[str, Any]:
     from crelle.errors import CrelleError
     from crelle.kernels.cuda import jit
 
-    what, kernel = "CUDA kernels", ("probe.cu", "crelle::probe<__half>")
+    what, kernel = "CUDA kernels", ("runtime/probe.cu", "crelle::probe<__half>")
     if reason := jit.missing():
         return _check(what, "absent", reason)
     try:

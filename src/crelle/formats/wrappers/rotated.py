@@ -2,9 +2,9 @@
 
     W = inner * H * diag(signs)         y = W x = inner * (H (signs x))
 
-H multiplies blocks of inputs by Hadamard matrices (crelle.formats.hadamard). With random signs before it, a large
-weight or a large input is spread over its block, and both become nearly Gaussian: what fixed levels and trellis codes
-are made for. The product is the same, since H diag(signs) is orthogonal.
+H multiplies blocks of inputs by Hadamard matrices (crelle.formats.wrappers.hadamard). With random signs before it, a
+large weight or a large input is spread over its block, and both become nearly Gaussian: what fixed levels and trellis
+codes are made for. The product is the same, since H diag(signs) is orthogonal.
 
 Layout, in addition to the tensors of inner:
     signs  uint8 [ceil(K/8)]     bit k % 8 of byte k // 8: 1 where input k changes its sign; padding bits are 0
@@ -22,13 +22,13 @@ from crelle.errors import FormatError
 from crelle.formats.affine import AffineTensor
 from crelle.formats.base import QuantTensor, Spec, expect, format_of, register_format, shape_of, take
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.formats.composite import WrappedTensor
-from crelle.formats.hadamard import block_size, hadamard_blocks
 from crelle.formats.mixed import MixedTensor
 from crelle.formats.packing import pack_stream, unpack_stream
 from crelle.formats.parallel import stacked
 from crelle.formats.storage.io import shown
 from crelle.formats.trellis import TrellisTensor
+from crelle.formats.wrappers.composite import WrappedTensor
+from crelle.formats.wrappers.hadamard import block_size, hadamard_blocks
 
 INNER = tuple(c.format for c in (UniformTensor, AffineTensor, BCQTensor, MixedTensor, TrellisTensor))
 MAX_BLOCK = 1024

@@ -3,7 +3,7 @@
 It was run once, before anything that reads checkpoints was rewritten, and is kept to show what the bytes are. Whoever
 changes the format raises the version and writes another directory: this one stays readable.
 
-    python tests/formats/write_checkpoint_v1.py NEW_DIRECTORY
+    python tests/formats/files/write_checkpoint_v1.py NEW_DIRECTORY
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from torch import Tensor
 from crelle.formats.affine import AffineTensor, NestedTensor
 from crelle.formats.base import QuantTensor
 from crelle.formats.bcq import BCQTensor, UniformTensor
-from crelle.formats.composite import PermutedTensor
 from crelle.formats.dense import DenseTensor
 from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.formats.storage.checkpoint_writer import CheckpointWriter, shard_name
 from crelle.formats.storage.tokenizer_files import copy_tokenizer_files
+from crelle.formats.wrappers.composite import PermutedTensor
 
 HASHES = "hashes.json"
 H, INNER, HEAD, HEADS, KV_HEADS, VOCABULARY = 24, 40, 8, 3, 1, 259
@@ -107,7 +107,7 @@ def write(to: Path) -> None:
             }
             writer.add(shard_name(i + 2, 4), {f"{at}.{m}": w for m, w in layer.items()}, norms)
         writer.add(shard_name(4, 4), {"lm_head": uniform(VOCABULARY, H)}, {"model.norm.weight": torch.ones(H)})
-        copy_tokenizer_files(Path(__file__).with_name("earlier_checkpoint"), writer.partial)
+        copy_tokenizer_files(Path(__file__).parents[1] / "earlier_checkpoint", writer.partial)
         writer.finish(CONFIG, "rtn:bits=4,group=8", {"*.q_proj": "bcq:bits=3,group=16"})
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from crelle.formats.mixed import MixedTensor
-from crelle.formats.mixed_packing import MixedCodes, Packing, can_be_aligned, scale_widths
+from crelle.formats.packing.mixed import MixedCodes, Packing, can_be_aligned, scale_widths
 from crelle.kernels.cuda.mixed.mixed_layout import ROWS, UNIT2, UNIT4, MixedWeight, unit2_bytes
 
 FORMS = [  # N, K, group, share of 4-bit groups, share of outliers

@@ -3,8 +3,8 @@
 import torch
 
 from crelle.formats.base import format_of
-from crelle.formats.rotated import RotatedTensor
 from crelle.formats.trellis import BITS, CODES, TrellisTensor
+from crelle.formats.wrappers.rotated import RotatedTensor
 
 KINDS = [(c.name, bits) for c in CODES.values() for bits in BITS if not (c.weights * bits) % 1]
 

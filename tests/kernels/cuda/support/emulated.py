@@ -22,7 +22,7 @@ from torch import Tensor
 from crelle.cache import cache_directory
 from crelle.kernels.cuda import jit
 
-EMULATOR = Path(__file__).parent / "emulator"
+EMULATOR = Path(__file__).parents[1] / "emulator"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 _MAIN = """

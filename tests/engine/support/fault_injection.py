@@ -19,9 +19,9 @@ from reference_single import assert_empty
 import crelle.engine
 from crelle import LLM, Sampling
 from crelle.engine.engine import Engine, Handle
-from crelle.engine.output import Event
+from crelle.engine.requests.output import Event
+from crelle.engine.requests.sequence import Sequence
 from crelle.engine.scheduler import UNKNOWN, Step
-from crelle.engine.sequence import Sequence
 
 ENGINE = str(Path(crelle.engine.__file__).parent)
 UNDER_TEST = (ENGINE, __file__, fake_model.__file__)

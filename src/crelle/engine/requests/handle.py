@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from crelle.engine.output import Event, OnEvent, Output
-from crelle.engine.sequence import Request
+from crelle.engine.requests.output import Event, OnEvent, Output
+from crelle.engine.requests.sequence import Request
 from crelle.errors import CapacityError
 
 _LOOK = 0.5  # seconds after which someone who waits for an event looks whether the engine still runs

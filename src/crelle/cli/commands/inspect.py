@@ -108,7 +108,7 @@ def describe(model: Any) -> dict[str, Any]:
 
 def _inner(w: "QuantTensor") -> str | None:
     """Return the format of the matrix that a format wraps, such as that behind a rotation."""
-    from crelle.formats.composite import WrappedTensor
+    from crelle.formats.wrappers.composite import WrappedTensor
 
     return w.inner.format if isinstance(w, WrappedTensor) else None
 

@@ -8,10 +8,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from crelle.engine.requests.sequence import Reason
 from crelle.engine.sampling.grammar import GrammarState
 from crelle.engine.sampling.sampler import Sampler, not_finite, require_finite
 from crelle.engine.sampling.stop_filter import StopFilter
-from crelle.engine.sequence import Reason
 from crelle.errors import CapacityError, SchemeError
 
 _NEVER = -9999.0  # the log-probability of what has probability 0: JSON has no infinity

@@ -170,7 +170,7 @@ def _tune_task(
     json: bool,
 ) -> None:
     """Tune an encoder, and say what it has become."""
-    from crelle.engine.embedder import Embedder
+    from crelle.engine.embedding.embedder import Embedder
     from crelle.eval.embedding_task import task_score
     from crelle.quantize_job.task import read_task, tune_task
 

@@ -12,7 +12,7 @@ from crelle.engine.sampling.sampler import Sampling
 from crelle.formats.affine import NestedTensor
 from crelle.formats.storage.checkpoint import FORMATS, Checkpoint
 
-AT = Path(__file__).with_name("checkpoint_v1")
+AT = Path(__file__).parents[1] / "checkpoint_v1"
 SAID = json.loads((AT / HASHES).read_text())
 
 

@@ -9,10 +9,10 @@ from aiohttp import web
 
 from crelle.server.errors import PASSED_ON, ApiError, failed
 from crelle.server.handlers import STATE
-from crelle.server.hosts import check_host, check_origin, listed
+from crelle.server.http.hosts import check_host, check_origin, listed
+from crelle.server.http.reply import reply
+from crelle.server.http.request_context import REQUEST_CONTEXT, RequestContext
 from crelle.server.logs import describe, log
-from crelle.server.reply import reply
-from crelle.server.request_context import REQUEST_CONTEXT, RequestContext
 from crelle.server.state import State
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -122,7 +122,7 @@ class _Bench:
     device: str
 
     def quantized(self, scheme: str, target: Path) -> "Report":
-        from crelle.cli.quantize import head_scheme
+        from crelle.cli.commands.quantize import head_scheme
         from crelle.models.loader import choose_device
         from crelle.quantize_job.data import CalibrationData
         from crelle.quantize_job.run import quantize

@@ -5,9 +5,9 @@ from typing import Any
 from zlib import crc32
 
 from crelle.engine.block_manager import BlockManager
+from crelle.engine.requests.sequence import Request, Sequence, State
 from crelle.engine.sampling.sampler import Sampling
 from crelle.engine.scheduler import Scheduler, Step
-from crelle.engine.sequence import Request, Sequence, State
 
 VOCABULARY, END = 5, 0
 GARBAGE = -1

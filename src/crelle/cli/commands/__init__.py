@@ -1,0 +1,1 @@
+"""The commands of `crelle`, one a file."""

@@ -1,0 +1,1 @@
+"""Formats around another format: permuted inputs, rotated inputs."""

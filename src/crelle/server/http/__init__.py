@@ -1,0 +1,1 @@
+"""HTTP itself: bodies, replies, middleware, the hosts that may ask."""
