@@ -156,28 +156,29 @@ $(VENV)/installed-$(MODULES): $(BUILT_FROM)
 	$(PYTHON) -m venv $(VENV)
 ifdef HASHES
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement constraints-hashes.txt
-	$(BIN)/python -m pip install --quiet --no-index --no-build-isolation --editable '.[dev]'
+	SKBUILD_CMAKE_DEFINE=CRELLE_NATIVE=OFF $(BIN)/python -m pip install --quiet --no-index --no-build-isolation --editable '.[dev]'
 else
-	$(call INSTALL,dev)
+	$(call INSTALL,dev,OFF)
 endif
 	rm -f $(VENV)/installed-* && touch $@
 
 $(VENV)/runs-$(MODULES): $(BUILT_FROM)
 	$(PYTHON) -m venv $(VENV)
-	$(call INSTALL,plots$(comma)server$(if $(shell command -v nvidia-smi),$(comma)cuda))
+	$(call INSTALL,plots$(comma)server$(if $(shell command -v nvidia-smi),$(comma)cuda),ON)
 	rm -f $(VENV)/runs-* && touch $@
 
 # The compiler works while packages are installed; the wheel that it makes is not used, but what it has compiled lies in
-# build/ for the editable install. Bytecode is written as modules are imported: few of them ever are.
+# build/ for the editable install. The demo compiles the instruction sets of this machine only ($(2), CRELLE_NATIVE):
+# a later `make test` compiles the others. Bytecode is written as modules are imported: few of them ever are.
 comma := ,
 PIP   := $(BIN)/python -m pip install --quiet --no-compile
 define INSTALL
 $(PIP) --upgrade --constraint constraints.txt pip scikit-build-core nanobind cmake ninja
-$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel . & compiling=$$!; \
+SKBUILD_CMAKE_DEFINE=CRELLE_NATIVE=$(2) $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel . & compiling=$$!; \
 { $(PIP) "$$(grep '^torch==' constraints.txt)" && \
   $(BIN)/python release/dependencies.py $(1) | $(PIP) --constraint constraints.txt --requirement /dev/stdin; \
 } || { kill $$compiling; exit 1; }; wait $$compiling
-$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[$(1)]'
+SKBUILD_CMAKE_DEFINE=CRELLE_NATIVE=$(2) $(PIP) --constraint constraints.txt --no-build-isolation --editable '.[$(1)]'
 endef
 
 clean:

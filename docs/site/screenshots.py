@@ -14,7 +14,7 @@ from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "server"))
+sys.path.insert(0, str(ROOT / "tests" / "server" / "playground"))
 from chromium import ARGUMENTS, chromium, environment  # noqa: E402
 
 SITE = ROOT / "build" / "docs" / "site"

@@ -71,7 +71,7 @@ def test_an_earlier_checkpoint_is_read_as_before(tmp_path: Path) -> None:
 
 def test_an_earlier_checkpoint_can_go_on(tmp_path: Path) -> None:
     """Tuning and exporting take the shards' names from the config, not from a pattern."""
-    from crelle.quantize_job.run import tune_checkpoint
+    from crelle.quantize_job.tune import tune_checkpoint
     from crelle.quantizers.training.blockwise import Training
 
     old = shutil.copytree(EARLIER, tmp_path / "old")

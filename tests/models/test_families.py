@@ -20,7 +20,7 @@ from crelle.errors import FormatError, UnsupportedError
 from crelle.models.families import families
 from crelle.models.loader import load
 from crelle.quantize_job.data import CalibrationData
-from crelle.quantize_job.run import tune_checkpoint
+from crelle.quantize_job.tune import tune_checkpoint
 from crelle.quantizers.training.blockwise import Training
 
 TOKENS = 200

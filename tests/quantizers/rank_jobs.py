@@ -13,7 +13,8 @@ from crelle.errors import SchemeError
 from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.quantize_job.data import CalibrationData
-from crelle.quantize_job.run import dry_run_on, quantize_on, tune_on
+from crelle.quantize_job.run import dry_run_on, quantize_on
+from crelle.quantize_job.tune import tune_on
 from crelle.quantizers.calibration.calibrate import Calibrator
 from crelle.quantizers.calibration.guidance import Guidance, GuidanceMemory, guide
 from crelle.quantizers.calibration.stats import Stats

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from crelle.engine.tokenization.tokenizer import Tokenizer
-from crelle.errors import FormatError, SchemeError, UnsupportedError
+from crelle.errors import FormatError, UnsupportedError
 from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.formats.storage.destination import PARTIAL, destination, refuse_existing, refuse_overlap
 from crelle.formats.storage.open import Weights, open_weights
@@ -41,8 +41,7 @@ from crelle.quantizers.ranks import world
 from crelle.quantizers.scheme import parse
 from crelle.quantizers.schemes.auto import Auto
 from crelle.quantizers.schemes.trained import TrainedConfig
-from crelle.quantizers.training.blockwise import Training
-from crelle.quantizers.training.finetune import TuneReport, What, tune
+from crelle.quantizers.training.finetune import tune
 from crelle.quantizers.unquantized import sentences_about
 
 _STAGE = ".base"  # ending of the name of the first of two stages, beside OUT
@@ -431,91 +430,3 @@ def _refuse_stage(base: Path, resume: bool, overwrite: bool) -> None:
         )
     if not (base.exists() and resume):
         refuse_existing(base, resume=resume, overwrite=overwrite)
-
-
-def tune_checkpoint(
-    source: str | Path,
-    teacher: str | Path | None,
-    out: str | Path,
-    training: Training,
-    *,
-    text: str,
-    own: int = 0,
-    length: int = 512,
-    what: What = "scales",
-    device: str = "auto",
-    devices: str | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    low_memory: bool | None = None,
-    progress: Progress | None = None,
-) -> TuneReport:
-    """Train a checkpoint end to end on a text, distilling from a teacher where there is one."""
-    begun = perf_counter()
-    out = destination(out)
-    refuse_overlap(out, source, teacher)
-    refuse_existing(out, resume=resume, overwrite=overwrite)
-    checkpoint = open_weights(source)
-    if not isinstance(checkpoint, Checkpoint):
-        raise FormatError(f"{source} is not a Crelle checkpoint; quantize the model first")
-    if own and teacher is None:
-        raise SchemeError("`own` needs a `teacher` to generate the sequences")
-    spread = devices_of(devices, device)
-    if len(spread) > training.batch:
-        raise SchemeError(f"{training.batch} sequences per step (`batch`) are too few for {len(spread)} devices")
-    arguments = {
-        "source": source,
-        "teacher": teacher,
-        "out": out,
-        "training": training,
-        "text": text,
-        "own": own,
-        "length": length,
-        "what": what,
-        "resume": resume,
-        "overwrite": overwrite,
-        "low_memory": low_memory,
-    }
-    report: TuneReport = on_devices(tune_on, spread, device, arguments, progress)
-    return replace(report, seconds=perf_counter() - begun)
-
-
-def tune_on(
-    source: str | Path,
-    teacher: str | Path | None,
-    out: Path,
-    training: Training,
-    *,
-    text: str,
-    own: int,
-    length: int,
-    what: What,
-    device: str,
-    resume: bool,
-    overwrite: bool,
-    low_memory: bool | None,
-    progress: Progress | None,
-) -> TuneReport:
-    """Train on one device, or as one of several ranks."""
-    checkpoint = open_weights(source)
-    assert isinstance(checkpoint, Checkpoint)
-    full = None if teacher is None else open_weights(teacher)
-    where = choose_device(device)
-    length = min(length, read_spec(checkpoint).context)
-    rows = _rows(checkpoint, text, length)
-    if own and full is not None:
-        rows = torch.cat([rows, own_rows(full, rows, own, length, where, training.seed, progress)])
-    return tune(
-        checkpoint,
-        full,
-        out,
-        training,
-        tokens=rows,
-        open_model=open_model,
-        device=where,
-        what=what,
-        resume=resume,
-        overwrite=overwrite,
-        low_memory=low_memory,
-        progress=progress,
-    )

@@ -105,8 +105,8 @@ def run(
     """
     from crelle.eval.text import read_text
     from crelle.formats.storage.destination import destination, refuse_overlap
-    from crelle.quantize_job.run import tune_checkpoint
     from crelle.quantize_job.task import read_task, refuse_other_options
+    from crelle.quantize_job.tune import tune_checkpoint
     from crelle.quantizers.training.blockwise import Training
 
     use_threads(threads)

@@ -77,10 +77,10 @@ const std::vector<const Isa *> &isas() {
     const Features f = detect();
     static const Isa amx = with_tiles("amx", kAmxGemm);
     if (f.amx) v.push_back(&amx);
-    if (f.vbmi) v.push_back(&kVbmi);
-    if (f.avx512_vnni) v.push_back(&kAvx512Vnni);
-    if (f.avx512) v.push_back(&kAvx512);
-    if (f.avx_vnni) v.push_back(&kAvxVnni);
+    const auto add = [&](bool has, const Isa &set) {
+      if (has && set.matmul) v.push_back(&set);  // left_out.cpp
+    };
+    add(f.vbmi, kVbmi), add(f.avx512_vnni, kAvx512Vnni), add(f.avx512, kAvx512), add(f.avx_vnni, kAvxVnni);
     if (f.avx2) v.push_back(&kAvx2);
 #elif defined(__aarch64__)
     if (has_dotprod()) v.push_back(&kDotprod);
