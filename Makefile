@@ -164,8 +164,11 @@ endif
 
 $(VENV)/runs-$(MODULES): $(BUILT_FROM)
 	$(PYTHON) -m venv $(VENV)
-	$(call INSTALL,plots$(comma)server$(if $(shell command -v nvidia-smi),$(comma)cuda),ON)
+	$(call INSTALL,plots$(comma)server$(if $(shell command -v nvidia-smi),$(comma)cuda),ON,$(FETCH))
 	rm -f $(VENV)/runs-* && touch $@
+
+# Meanwhile the demo's model is downloaded and its modules are compiled to bytecode; the demo says why, if that failed.
+FETCH := import crelle.eval.perplexity, crelle.quantize_job.run; from crelle.eval.smollm2 import smollm2; smollm2()
 
 # The compiler works while packages are installed; the wheel that it makes is not used, but what it has compiled lies in
 # build/ for the editable install. The demo compiles the instruction sets of this machine only ($(2), CRELLE_NATIVE):
@@ -177,7 +180,8 @@ $(PIP) --upgrade --constraint constraints.txt pip scikit-build-core nanobind cma
 SKBUILD_CMAKE_DEFINE=CRELLE_NATIVE=$(2) $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel . & compiling=$$!; \
 { $(PIP) "$$(grep '^torch==' constraints.txt)" && \
   $(BIN)/python release/dependencies.py $(1) | $(PIP) --constraint constraints.txt --requirement /dev/stdin; \
-} || { kill $$compiling; exit 1; }; wait $$compiling
+} || { kill $$compiling; exit 1; }; \
+{ PYTHONPATH=src $(BIN)/python -c '$(3)' 2>/dev/null || true; } && wait $$compiling
 SKBUILD_CMAKE_DEFINE=CRELLE_NATIVE=$(2) $(PIP) --constraint constraints.txt --no-build-isolation --editable '.[$(1)]'
 endef
 
