@@ -30,7 +30,8 @@ from crelle.models.calibration_model import CalibrationModel
 from crelle.quantize_job import rank_devices, rank_processes
 from crelle.quantize_job.rank_devices import RankDevice, parse_devices
 from crelle.quantize_job.rank_processes import run_ranks
-from crelle.quantize_job.run import dry_run, quantize, tune_checkpoint
+from crelle.quantize_job.run import dry_run, quantize
+from crelle.quantize_job.tune import tune_checkpoint
 from crelle.quantizers.ranks import deal, world
 from crelle.quantizers.stage_times import COMMUNICATION
 from crelle.quantizers.training.blockwise import Training

@@ -11,7 +11,8 @@ from torch import nn
 from crelle.errors import FormatError
 from crelle.formats.storage.checkpoint import Checkpoint
 from crelle.quantize_job.data import CalibrationData
-from crelle.quantize_job.run import quantize, tune_checkpoint
+from crelle.quantize_job.run import quantize
+from crelle.quantize_job.tune import tune_checkpoint
 from crelle.quantizers.training import finetune
 from crelle.quantizers.training.adam8 import LowMemoryStep, Moments
 from crelle.quantizers.training.blockwise import Training

@@ -16,7 +16,8 @@ from crelle.formats.storage.open import open_weights
 from crelle.models.calibration_model import CalibrationModel
 from crelle.models.loader import build
 from crelle.quantize_job.data import CalibrationData, rows_of
-from crelle.quantize_job.run import quantize, tune_checkpoint
+from crelle.quantize_job.run import quantize
+from crelle.quantize_job.tune import tune_checkpoint
 from crelle.quantizers.calibration.calibrate import Calibrator
 from crelle.quantizers.schemes.bcq import BCQ
 from crelle.quantizers.schemes.rtn import RTN
