@@ -1,9 +1,10 @@
 // x [tokens, K] for trellis_gemv.cu: what comes before the product (`Prologue`), signs and Hadamard matrices
-// (crelle.formats.wrappers.rotated), and 16 bits for each input with one scale for the token, as two digits, 256 high + low.
+// (crelle.formats.wrappers.rotated), and 16 bits for each input with one scale for the token, as two digits, 256 high +
+// low.
 //
 // A warp has 1024 inputs at a time, lane l 8 from 256c + 8l on for c < 4: so any block of the rotation is inside a
-// warp. All is f32, in the order of crelle.formats.wrappers.hadamard. A token that has anything but finite values gets the scale
-// NaN. A token's bits do not depend on the others.
+// warp. All is f32, in the order of crelle.formats.wrappers.hadamard. A token that has anything but finite values gets
+// the scale NaN. A token's bits do not depend on the others.
 #include "step/prologue.cuh"
 
 namespace crelle {

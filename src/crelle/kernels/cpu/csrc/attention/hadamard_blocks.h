@@ -1,5 +1,5 @@
-// x [n] times Hadamard matrices of `block` inputs, a power of two, with the sums of crelle.formats.wrappers.hadamard in their
-// order: the same bits.
+// x [n] times Hadamard matrices of `block` inputs, a power of two, with the sums of crelle.formats.wrappers.hadamard in
+// their order: the same bits.
 //
 // Included inside a namespace of the including file, after encode.h.
 

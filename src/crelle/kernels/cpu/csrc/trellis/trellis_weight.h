@@ -1,5 +1,5 @@
-// A matrix of trellis codes (crelle.formats.trellis), bare or with rotated inputs (crelle.formats.wrappers.rotated), laid out
-// for products of bytes.
+// A matrix of trellis codes (crelle.formats.trellis), bare or with rotated inputs (crelle.formats.wrappers.rotated),
+// laid out for products of bytes.
 //
 // A sequence is 32 outputs by 4 inputs, and its ring has 128 bits for each bit of a weight. A block has the sequences
 // of 32 outputs, is laid out alike for every instruction set, and is one run of memory:
