@@ -181,7 +181,7 @@ SKBUILD_CMAKE_DEFINE=CRELLE_NATIVE=$(2) $(BIN)/python -m pip wheel --quiet --no-
 { $(PIP) "$$(grep '^torch==' constraints.txt)" && \
   $(BIN)/python release/dependencies.py $(1) | $(PIP) --constraint constraints.txt --requirement /dev/stdin; \
 } || { kill $$compiling; exit 1; }; \
-{ PYTHONPATH=src $(BIN)/python -c '$(3)' 2>/dev/null || true; } && wait $$compiling
+$(if $(3),PYTHONPATH=src $(BIN)/python -c '$(3)' 2>/dev/null;) wait $$compiling
 SKBUILD_CMAKE_DEFINE=CRELLE_NATIVE=$(2) $(PIP) --constraint constraints.txt --no-build-isolation --editable '.[$(1)]'
 endef
 

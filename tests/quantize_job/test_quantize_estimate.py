@@ -97,3 +97,38 @@ def test_an_estimate_changes_nothing_that_a_run_depends_on(small_model: Path) ->
     found = estimate_for(small_model, Effort("fast", "auto:bits=3.35,steps=2", 4, 2), text=data, device="cpu")
     assert found.seconds > 0
     assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_a_small_layer_is_measured_again_and_without_recorded_stages(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose waits at the ends of stages a run does not have: the least of all measurements counts."""
+    waits, taken = list[object](), [5.0, 2.0, 3.0]
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    whole = parts(small_model, "auto:bits=3.35,steps=2")
+    monkeypatch.setattr(quantize_estimate, "_again", lambda each, device: 2)
+    again = parts(small_model, "auto:bits=3.35,steps=2")
+    assert set(again) == set(whole)
+    assert len(waits) == 6
+    assert all(found > 0 for found in again.values())
+
+    take_by_tokens(monkeypatch)
+    unrecorded = quantize_estimate._unrecorded
+
+    def timed(*args: object) -> float:
+        assert unrecorded(*args) > 0  # type: ignore[arg-type]
+        return taken[len(waits) // 2 % 3]
+
+    monkeypatch.setattr(quantize_estimate, "_unrecorded", timed)
+    before = parts(small_model, "gptq:bits=3,group=24")["layers"]
+    monkeypatch.setattr(quantize_estimate, "_again", lambda each, device: 0)
+    assert before < parts(small_model, "gptq:bits=3,group=24")["layers"]
+
+
+@pytest.mark.parametrize(("each", "kind", "tokens", "again"), [(10**6, "cuda", 16384, 2), (10**8, "cuda", 4096, 0)])
+def test_a_large_layer_is_measured_once(each: int, kind: str, tokens: int, again: int) -> None:
+    """Else an estimate for billions of weights would take as long as some layers of the run."""
+    device = torch.device(kind)
+    assert (quantize_estimate._tokens_for(each, device), quantize_estimate._again(each, device)) == (tokens, again)
+    assert quantize_estimate._tokens_for(each, CPU) <= 2048
+    assert quantize_estimate._again(each, CPU) == 0

@@ -52,14 +52,15 @@ from crelle.quantizers.stage_times import (
 from crelle.quantizers.training.blockwise import TrainStep, tune_block
 from crelle.quantizers.training.ste import trainable_weight
 
-_TOKENS = {"cuda": 16384, "cpu": 2048}  # that a layer is measured with
+_TOKENS = {"cuda": 4096, "cpu": 2048}  # that a layer is measured with
+_SMALL_TOKENS = 16384  # the same of a small layer on a GPU
 _SEARCHED = 512  # tokens that a CPU searches and trains with
-_LARGE = 4_000_000  # weights of a layer above which a CPU is measured with fewer tokens
+_LARGE = 4_000_000  # weights of a layer above which a CPU is measured with fewer tokens; up to them a layer is small
 _FITTED = 1 << 20  # weights of a matrix that is quantized without data
 _OF_TOKENS = (FULL, QUANTIZED, HESSIAN)
 _SAMPLED = {"cuda": 15, "cpu": 3}  # steps of sampling
 _WARM = 0.5  # seconds of sampling on a GPU: its first steps in a process take up to twice as long
-_AGAIN = {"cuda": 2, "cpu": 0}  # more measurements of milliseconds, of which the least is what the work takes
+_AGAIN = 2  # more measurements of a small layer on a GPU, which takes milliseconds: the least is what the work takes
 
 
 @dataclass(slots=True)
@@ -83,15 +84,19 @@ class _Layer:
     step: Callable[[int], float]  # of training on so many tokens a step
     begin: float  # of training, besides its steps
 
-    def fastest(self, other: "_Layer") -> "_Layer":
-        """Return the least of two measurements, of calibration and of training."""
-        of_tokens = min(self, other, key=lambda layer: layer.fixed + layer.token)
-        training = min(self, other, key=lambda layer: layer.step(1))
-        return replace(of_tokens, step=training.step, begin=training.begin)
+    def seconds(self, tokens: int) -> float:
+        """Of calibration with so many tokens."""
+        return self.fixed + tokens * self.token
 
-    def scaled(self, factor: float) -> "_Layer":
-        """Return it with calibration that takes less: stages that are recorded wait for the GPU at both ends."""
-        f = min(1.0, factor)
+    def fastest(self, other: "_Layer", tokens: int) -> "_Layer":
+        """Return the least of two measurements, of calibration with so many tokens and of training."""
+        calibration = min(self, other, key=lambda layer: layer.seconds(tokens))
+        training = min(self, other, key=lambda layer: layer.step(1))
+        return replace(calibration, step=training.step, begin=training.begin)
+
+    def scaled(self, seconds: float, tokens: int) -> "_Layer":
+        """Return it with calibration that takes so long, if less: recorded stages wait for the GPU at both ends."""
+        f = min(1.0, seconds / self.seconds(tokens))
         return replace(self, forward=f * self.forward, token=f * self.token, fixed=f * self.fixed)
 
 
@@ -113,24 +118,28 @@ def estimate(
     spec = read_spec(weights)
     length = min(text.length, spec.context)
     first = FirstLayers(weights, min(layers, 2 if device.type == "cuda" else 1))
-    tokens = _some_rows(weights, text, length, _tokens_for(weights, layers, device))
+    each = weights_in_layers(weights) // layers
+    tokens = _some_rows(weights, text, length, _tokens_for(each, device))
+    again = _again(each, device)
     with recording(device) as times:
         if device.type == "cuda":  # a first time, for what is compiled or loaded when it is first needed
             _layer(open_model(first, device), config, tokens, device, times, length)
         model = open_model(first, device)
         layer = _layer(model, config, tokens, device, times, length)
-        for _ in range(_AGAIN[device.type]):
-            layer = layer.fastest(_layer(open_model(first, device), config, tokens, device, times, length))
+        for _ in range(again):
+            more = _layer(open_model(first, device), config, tokens, device, times, length)
+            layer = layer.fastest(more, tokens.numel())
         if device.type == "cpu":
             tokens = tokens[: max(1, _SEARCHED // tokens.shape[1])]
         search = None
         if isinstance(config, Auto) and config.search:
-            search = _search(config, open_model(FirstLayers(weights, 1), device), tokens, device, times)
+            search = _search(config, open_model(FirstLayers(weights, 1), device), tokens, device, times, again)
         passes = None
         if isinstance(config, GuidedConfig) and config.guidance:
             passes = _guidance(open_model(FirstLayers(weights, 1), device), tokens, device, times)
-    if device.type == "cuda":
-        layer = layer.scaled(_unrecorded(first, config, tokens, device) / (layer.fixed + layer.token * tokens.numel()))
+    if again:
+        least = min(_unrecorded(open_model(first, device), config, tokens, device) for _ in range(1 + again))
+        layer = layer.scaled(least, tokens.numel())
     rows, own = text.rows or 0, text.own or 0
     if own:
         found.parts["sampling"] = _sampling(weights, own, length, device, memory)(own, length)
@@ -139,7 +148,7 @@ def estimate(
         found.parts["search"] = planned * (layers * search.token + search.head) + layers * search.layer
     if passes is not None:
         found.parts["guidance"] = (rows + own) * length * (layers * passes.token + passes.head) + layers * passes.layer
-    found.parts["layers"] = layers * (layer.fixed + (rows + own) * length * layer.token)
+    found.parts["layers"] = layers * layer.seconds((rows + own) * length)
     if isinstance(config, TrainedConfig) and config.tune != "none" and config.steps:
         t = config.block_training()
         found.parts["training"] = layers * (layer.begin + t.steps * layer.step(t.batch * length))
@@ -149,10 +158,16 @@ def estimate(
     return found
 
 
-def _tokens_for(weights: Weights, layers: int, device: torch.device) -> int:
-    """Return how many tokens a layer is measured with: fewer on a CPU where it is large."""
-    each = weights_in_layers(weights) // layers
-    return max(64, int(_TOKENS[device.type] * min(1.0, _LARGE / each))) if device.type == "cpu" else _TOKENS["cuda"]
+def _tokens_for(each: int, device: torch.device) -> int:
+    """Return how many tokens a layer of so many weights is measured with: fewer where it is large."""
+    if device.type == "cuda":
+        return _TOKENS["cuda"] if each > _LARGE else _SMALL_TOKENS
+    return max(64, int(_TOKENS["cpu"] * min(1.0, _LARGE / each)))
+
+
+def _again(each: int, device: torch.device) -> int:
+    """Return how many more times a layer of so many weights is measured."""
+    return _AGAIN if device.type == "cuda" and each <= _LARGE else 0
 
 
 def _some_rows(weights: Weights, text: CalibrationData, length: int, tokens: int) -> Tensor:
@@ -193,10 +208,21 @@ def _calibrate(
     model: CalibrationModel, config: Quantizer, tokens: Tensor, device: torch.device, times: StageTimes
 ) -> tuple[LayerCalibration, dict[str, QuantTensor], dict[str, float]]:
     """Quantize the last layer of a model of few; return it, its matrices and the seconds by stage."""
+    calibrator = _at_last_layer(model, tokens, device)
+    times.take()
+    layer, fitted = _fit(calibrator, config)
+    return layer, fitted, times.take()
+
+
+def _at_last_layer(model: CalibrationModel, tokens: Tensor, device: torch.device) -> Calibrator:
     calibrator = Calibrator(model, tokens, device=device)  # without guidance, which takes what other weights take
     for _ in range(model.layers - 1):
         calibrator.skip({})
-    times.take()
+    return calibrator
+
+
+def _fit(calibrator: Calibrator, config: Quantizer) -> tuple[LayerCalibration, dict[str, QuantTensor]]:
+    """Quantize the layer that is next."""
     layer = calibrator.begin()
 
     def fit(name: str, weight: Tensor, stats: Stats) -> QuantTensor:
@@ -204,24 +230,17 @@ def _calibrate(
 
     fitted = layer.fit(fit)
     layer.end()
-    return layer, fitted, times.take()
+    return layer, fitted
 
 
-def _unrecorded(first: Weights, config: Quantizer, tokens: Tensor, device: torch.device) -> float:
-    """Return the least seconds of calibrating the last layer of a model of few, no stage of which is recorded."""
-    taken = []
-    for _ in range(1 + _AGAIN[device.type]):
-        calibrator = Calibrator(open_model(first, device), tokens, device=device)
-        for _ in range(calibrator.model.layers - 1):
-            calibrator.skip({})
-        torch.cuda.synchronize(device)
-        begun = perf_counter()
-        layer = calibrator.begin()
-        layer.fit(lambda name, weight, stats: config.fit(weight, stats))
-        layer.end()
-        torch.cuda.synchronize(device)
-        taken.append(perf_counter() - begun)
-    return min(taken)
+def _unrecorded(model: CalibrationModel, config: Quantizer, tokens: Tensor, device: torch.device) -> float:
+    """Return the seconds of calibrating the last layer of a model of few on a GPU, no stage of which is recorded."""
+    calibrator = _at_last_layer(model, tokens, device)
+    torch.cuda.synchronize(device)
+    begun = perf_counter()
+    _fit(calibrator, config)
+    torch.cuda.synchronize(device)
+    return perf_counter() - begun
 
 
 def _no_step(tokens: int) -> float:
@@ -276,8 +295,13 @@ class _Passes:
     head: float  # a token through the output head, forward and backward
 
 
-def _search(config: Auto, model: CalibrationModel, tokens: Tensor, device: torch.device, times: StageTimes) -> _Passes:
-    """Measure the search on one layer; of passes with few tokens and with all, the difference is the tokens'."""
+def _search(
+    config: Auto, model: CalibrationModel, tokens: Tensor, device: torch.device, times: StageTimes, again: int
+) -> _Passes:
+    """Measure the search on one layer; of passes with few tokens and with all, the difference is the tokens'.
+
+    again: how many more measurements there are, of which the least counts.
+    """
     few = tokens[:, : max(8, tokens.shape[1] // 8)]
 
     def passes(rows: Tensor) -> None:
@@ -297,7 +321,7 @@ def _search(config: Auto, model: CalibrationModel, tokens: Tensor, device: torch
         return sum(taken.values()), head, fits
 
     def least(work: Callable[[Tensor], None], rows: Tensor) -> tuple[float, float, float]:
-        return min(measured(work, rows) for _ in range(1 + _AGAIN[device.type]))
+        return min(measured(work, rows) for _ in range(1 + again))
 
     if device.type == "cuda":  # a first time, for what is compiled or loaded when it is first needed
         search(tokens)
