@@ -2,6 +2,7 @@
 
 import json
 import re
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ RESULTS = ROOT / "bench" / "results"
 
 ENGLISH = {7: "seven"}
 JOULES = "joules_per_token"
+GROUPS_OF_128 = ("bcq:bits=4,group=128", "bcq:bits=3,group=128")
 
 
 def result(name: str) -> dict[str, Any]:
@@ -190,11 +192,16 @@ def test_energy() -> None:
 
 def test_whole_steps() -> None:
     table = section("Tables 3, 6 and 7: whole models")
-    for name in ("llama2-7b", "opt-30b", "opt-66b"):
-        found = {r["scheme"]: f"{r['milliseconds_per_token']:.2f}" for r in rows(f"h200-decode-{name}")}
-        (shown,) = (text for text in table.split("\n") if text.startswith("|") and f"h200-decode-{name}.json" in text)
-        assert f"| {found['bcq:bits=4,group=128']} | {found['bcq:bits=3,group=128']} |" in shown
-        assert "fp16" not in found or f"| {found['fp16']} |" in shown
+    found = {r["scheme"]: f"{r['milliseconds_per_token']:.2f}" for r in rows("h200-decode-llama2-7b")}
+    (shown,) = (text for text in table.split("\n") if text.startswith("|") and "h200-decode-llama2-7b.json" in text)
+    assert "| {} | {} | {} |".format(*(found[s] for s in ("fp16", *GROUPS_OF_128))) in shown
+    groups = {(r["model"], r["scheme"]): r["milliseconds_per_token"] for r in rows("h200-papers-opt-groups")}
+    for model in ("opt-30b", "opt-66b"):
+        assert "| {:.2f} | {:.2f} |".format(*(groups[model, s] for s in GROUPS_OF_128)) in table
+    before = {s: r["milliseconds_per_token"] for r in rows("h200-decode-opt-30b") for s in [r["scheme"]]}
+    assert "OPT-30B {:.2f} and {:.2f}".format(*(before[s] for s in GROUPS_OF_128)) in table
+    slower = groups["opt-30b", GROUPS_OF_128[1]] / before[GROUPS_OF_128[1]]
+    assert f"and {slower:.2f} times as long, unexplained" in table
     fp16, row = (steps()["opt-66b", scheme] for scheme in ("fp16", "bcq:bits=3,group=row"))
     assert f"| {fp16['milliseconds_per_token']:.2f} |" in table
     times = fp16["milliseconds_per_token"] / row["milliseconds_per_token"]
@@ -212,6 +219,7 @@ def test_llama_in_the_engine() -> None:
     assert f"LLaMA-30B at 3 bits {ms['llama-30b'][0] / ms['llama-30b'][2]:.2f} times" in table
     (before,) = (r for r in rows("h200-decode-llama-65b") if "bits=3" in r["scheme"])
     assert f"LLaMA-65B at 3 bits took {before['milliseconds_per_token']:.2f} ms" in table
+    assert f"takes {ms['llama-65b'][2] / before['milliseconds_per_token']:.2f} and" in table
 
 
 def test_opt_175b() -> None:
@@ -336,7 +344,7 @@ def test_atom_speed() -> None:
     shown = [r for r in limited if f"| {r['batch']} | {r['tokens_per_second']:.0f} |" in table]
     assert len(shown) == 6
     assert all(f"{r['times_fp16']:.2f}" in table or r["scheme"] == "fp16" for r in shown)
-    for row in rows("h200-trace-atom"):
+    for row in rows("h200-trace-atom") + rows("h200-trace-rounds"):
         assert f"{row['tokens_per_second']:.0f}" in table
 
 
@@ -464,7 +472,8 @@ def test_perplexity_and_tasks_of_atom() -> None:
     tasks = {r["name"]: r for r in rows("h200-zero-shot-smollm2")}
 
     def mean(name: str) -> float:
-        return 100 * sum(t["accuracy"] for t in tasks[name]["tasks"].values()) / len(tasks[name]["tasks"])
+        each = [Fraction(str(t["accuracy"])) for t in tasks[name]["tasks"].values()]
+        return float(sum(each) * 100 / len(each)) + 1e-9  # exact, and half a digit is rounded up
 
     points = mean("atom-w4a4kv4"), mean("fp16")
     assert "{:.1f}, full precision {:.1f} ({})".format(*points, paired(tasks["atom-w4a4kv4"])) in text
@@ -494,3 +503,6 @@ def test_peers_and_ratios_of_atom() -> None:
     trace = {(r["scheme"], str(r["kv"])): r["tokens_per_second"] for r in rows("h200-trace-atom")}
     w4a4, fp16, w8a8 = (trace[of] for of in (("atom:w=4,a=4", "kv4"), ("fp16", "kv16"), ("atom:w=8,a=8", "kv8")))
     assert f"{w4a4 / fp16:.2f} times fp16, {w4a4 / w8a8:.2f} times W8A8" in table
+    rounds = {r["scheme"]: r["tokens_per_second"] for r in rows("h200-trace-rounds")}
+    w4a4, w4a16, w8a8 = (rounds[of] for of in ("atom:w=4,a=4", "rtn:bits=4,group=128", "atom:w=8,a=8"))
+    assert f"{w4a4 / w4a16:.2f} times W4A16, {w4a4 / w8a8:.2f} times W8A8" in table

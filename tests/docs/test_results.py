@@ -66,6 +66,15 @@ def test_row_wise_opt_and_efforts() -> None:
     assert "({:.3f} / {:.3f} / {:.3f} times".format(*(r["test_ratio"] for r in balanced)) in shown
     seconds = [r[key] for key in ("seconds", "estimated_seconds") for r in balanced]
     assert "{:.0f} / {:.0f} / {:.0f} s; estimates {:.0f} / {:.0f} / {:.0f}".format(*seconds) in shown
+    best = [r for r in efforts if r["effort"] == "best"]
+    (shown,) = (text for text in RESULTS.split("\n") if text.startswith("| the same, `best`"))
+    assert "({:.3f} / {:.3f} / {:.3f})".format(*(r["test_ratio"] for r in best)) in shown
+    seconds = [r[key] for key in ("seconds", "estimated_seconds") for r in best]
+    assert "{:.0f} / {:.0f} / {:.0f} s; estimates {:.0f} / {:.0f} / {:.0f}".format(*seconds) in shown
+    name = "h200-quantize-default-smollm2"
+    plain = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))["repeated"]["runs"]
+    seconds = [r[key] for key in ("seconds", "estimated_seconds") for r in plain]
+    assert "| {:.0f} and {:.0f} s; estimates {:.0f} and {:.0f} |".format(*seconds) in RESULTS
 
 
 def test_trellis() -> None:
