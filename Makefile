@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 MODULES := $(shell find src -name '*.py' | sort | cksum | cut -d' ' -f1)
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which would all compile our modules
 
-.PHONY: demo docs wheel check-wheel sbom pins test test-slow test-lm-eval test-vllm setup-vllm lint format sanitize tsan valgrind soak bench bench-gpu setup clean
+.PHONY: demo docs wheel check-wheel sbom pins test test-slow test-lm-eval test-vllm setup-vllm lint style format sanitize tsan valgrind soak bench bench-gpu setup clean
 .DEFAULT_GOAL := test
 
 # The demo needs less than the tests: where nothing is installed yet, only what runs is.
@@ -45,10 +45,16 @@ sbom: setup
 pins: setup
 	$(BIN)/python release/pins.py update
 
-# One worker more than two cores, because some tests wait; `make test WORKERS=16` where there are more cores.
+# One worker more than two cores, because some tests wait; `make test WORKERS=16` where there are more cores. mypy keeps
+# one core busy for a minute with an empty cache, so tests run meanwhile; and the tests' modules are compiled once, with
+# pytest's assertions, before all workers would do it.
 WORKERS ?= 3
-test: setup lint
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -rs
+TYPES   := build/types.log
+test: setup style
+	@mkdir -p build; { $(BIN)/mypy && $(BIN)/lint-imports; } > $(TYPES) 2>&1 & types=$$!; \
+	$(if $(wildcard tests/__pycache__),,$(BIN)/pytest --collect-only -qq > build/collected.log || { cat build/collected.log; kill $$types; exit 1; };) \
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -rs; tested=$$?; \
+	wait $$types || tested=1; cat $(TYPES); exit $$tested
 
 test-slow: setup
 	$(BIN)/pytest --every-case -m "not gpu and not vllm" -o faulthandler_timeout=0
@@ -72,12 +78,14 @@ $(LM_EVAL)/installed: Makefile | setup
 	  lm-eval==0.4.13 datasets==5.2.0 accelerate==1.15.0
 	touch $@
 
-lint: setup
+lint: setup style
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+style: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
-	$(BIN)/mypy
-	$(BIN)/lint-imports
 
 format: setup
 	$(BIN)/ruff format .

@@ -37,8 +37,7 @@ ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("CRELLE_DATA", ROOT.parent / "shared" / "data"))
 
 TORCH_THREADS = torch.get_num_threads()
-# About threads that share the kernels; and the engine as users run it, with a team of threads for each product.
-THREADED = ("test_cpu_threads.py", "test_cpu_pool.py", "test_llm_threads.py", "test_engine.py", "test_llm.py")
+THREADED = ("test_cpu_threads.py", "test_cpu_pool.py", "test_llm_threads.py")  # about teams of threads in the kernels
 
 LONGEST = ("test_soak.py", "test_corpus.py")  # a minute each: begun last, one worker would wait for the other
 

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ SCRIPTS = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "bench").rglob("*.py"
 HELP = """
 import importlib, json, os, runpy, sys
 root, scripts, modules = sys.argv[1], sys.argv[2].split(","), sys.argv[3].split(",")
-for module in modules:  # once: the forks have them
-    importlib.import_module(module)
+for name in modules:  # once: the forks have them
+    module, _, attribute = name.partition(":")
+    getattr(importlib.import_module(module), attribute, None)  # transformers imports its own when they are asked for
 found = {}
 for script in scripts:
     read, write = os.pipe()
@@ -41,11 +43,11 @@ print(json.dumps(found))
 
 
 def imported(script: str) -> set[str]:
-    """Return the modules of installed packages that a script imports when it starts."""
+    """Return the modules of installed packages that a script imports when it starts, `module:name` where it says so."""
     body = ast.parse((ROOT / script).read_text()).body
     names = {a.name for n in body if isinstance(n, ast.Import) for a in n.names}
-    names |= {n.module or "" for n in body if isinstance(n, ast.ImportFrom)}
-    return {name for name in names if importlib.util.find_spec(name.split(".")[0])}
+    names |= {f"{n.module}:{a.name}" for n in body if isinstance(n, ast.ImportFrom) for a in n.names}
+    return {name for name in names if importlib.util.find_spec(re.split("[.:]", name)[0])}
 
 
 def test_every_script_answers_help(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every hostile model ends in one sentence within 5 seconds and 1 GB, and runs no code."""
+"""Every hostile model ends in one sentence within 5 seconds and 600 MB, and runs no code."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from corpus import CASES, MARK
 
-SECONDS, BYTES = 5, 10**9
+SECONDS, BYTES = 5, 600 * 10**6  # beyond what the libraries take
 
 
 def problems(found: dict[str, Any], words: str | None) -> list[str]:

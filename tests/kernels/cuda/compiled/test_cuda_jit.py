@@ -134,7 +134,10 @@ def test_an_unknown_architecture_is_refused(sources: Path, arch: str) -> None:
 # Errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_compile_error_names_the_kernel_and_its_log(sources: Path) -> None:
+def test_a_compile_error_names_the_kernel_and_its_log(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(BuildError, match=r"test::broken<7> of scale\.cu .* sm_89: .*only zero will do") as e:
         jit.compile("scale.cu", "test::broken<7>", "sm_89")
     found = re.search(r"whole log: (.*)\)", str(e.value))
