@@ -10,6 +10,7 @@ import torch
 from conftest import quantized_copy, write_tiny_model, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled_cases import share_of
 from torch import Tensor
 
 from crelle import LLM
@@ -29,7 +30,7 @@ from crelle.models.linear import QuantLinear
 # The largest difference of a logit, of size about 1, to the model's own forward: sums in another order; the C++ kernels
 # round activations to 16 bits, and tiles and rows differ by that.
 TOLERANCE = {"fp32": 1e-4, "rtn:bits=4,group=24": 2e-3, "bcq:bits=3,group=24": 2e-3}
-quick = settings(deadline=None, max_examples=8)
+quick = settings(deadline=None, max_examples=share_of(12))
 
 
 def opt_model(to: Path, **options: Any) -> Path:

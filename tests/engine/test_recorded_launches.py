@@ -27,7 +27,7 @@ SMALL = [  # attention kernels do not take k16v8
 
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["default", "invariant"])
 @pytest.mark.parametrize("case", SMALL, ids=str)
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 def test_no_request_launches_an_empty_grid(
     case: Case, batch_invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

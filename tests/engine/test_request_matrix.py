@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 def test_a_batch_on_a_cpu_gets_what_single_requests_get(
     case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

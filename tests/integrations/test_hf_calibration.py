@@ -112,7 +112,7 @@ def state(model: Any) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("scheme", ["gptq:bits=3,group=32", "atom:w=4,a=4,group=16,outliers=16"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 def test_an_interruption_leaves_the_model_as_it_was(
     family: str, scheme: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,7 +159,7 @@ def test_block_training_keeps_the_choices_and_lowers_the_error(tiny_model: Path,
     text = CalibrationData(text=words, rows=8, length=48)
     scheme = "mixed:group=16,four=0.05,outliers=0.002,refine=0,damp=1.0,rank=random,seed=3"
     made = {}
-    for name, more in (("fitted", ""), ("trained", ",tune=short,steps=80")):
+    for name, more in (("fitted", ""), ("trained", ",tune=short,steps=40")):
         quantize(tiny_model, tmp_path / name, scheme + more, text=text, device="cpu")
         made[name] = Checkpoint(tmp_path / name)
     module = next(m for m in made["fitted"].specs if "layers.2" in m and "down" in m)

@@ -18,7 +18,7 @@ from test_cpu_decoder import fused, one_by_one
 
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
 
-pytestmark = [pytest.mark.usefixtures("threads_as_before"), pytest.mark.sample(3)]
+pytestmark = [pytest.mark.usefixtures("threads_as_before"), pytest.mark.sample(6)]
 
 # x that differs in its last bit may round the other way: a step of 2^-7, 2^-3 of a group's largest value.
 TOLERANCE = {8: 1e-2, 4: 5e-2}

@@ -22,7 +22,7 @@ from test_cpu_decoder import fused, one_by_one
 
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
 
-pytestmark = pytest.mark.usefixtures("threads_as_before")
+pytestmark = [pytest.mark.usefixtures("threads_as_before"), pytest.mark.sample(3)]
 
 
 def trellis_model(tmp_path: Path, kernel: str = "cpu") -> DecoderModel:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampled_cases import share_of
 from torch import Tensor
 
 from crelle.formats.trellis import BITS, CODES, TrellisTensor
@@ -56,7 +57,7 @@ def error(y: Tensor, x: Tensor, w: Any) -> float:
     return float((y - matmul_fp64(x, w)).square().mean().sqrt() / size.square().mean().sqrt().clamp_min(1e-300))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("bits", "code"), CASES, ids=str)
 def test_products_match_f64(isa: str, bits: float, code: str) -> None:
     for N, K, block in ((64, 512, None), (33, 300, 4), (1, 129, None), (7, 1, 1), (96, 704, 64), (40, 1030, 2)):
@@ -72,7 +73,7 @@ def test_products_match_f64(isa: str, bits: float, code: str) -> None:
                     assert torch.equal(product(x[m : m + 1], w, precision), y[m : m + 1])  # the same bits in any batch
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=share_of(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_shape(isa: str, data: st.DataObject) -> None:
     draw = data.draw
