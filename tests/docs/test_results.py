@@ -118,3 +118,12 @@ def test_language_tasks() -> None:
         assert f"−{-100 * pair['difference']:.1f} ± {100 * pair['stderr']:.1f}" in TASKS
     assert re.search(r"below chance \(22\.2\)", TASKS)
     assert 100 * found["fp16"]["tasks"]["arc_challenge"]["accuracy"] == 22.2
+
+
+def test_beside_ik_llama() -> None:
+    for name in ("cpu-vnni-shape-4bit", "cpu-vnni-shape-trellis", "cpu-amx-shape-trellis"):
+        ours, theirs = (r for r in rows(name) if r["threads"] == 2)
+        pairs = [f"{r['decode_tokens_per_second']:.0f} / {r['prefill_tokens_per_second']:.0f}" for r in (ours, theirs)]
+        shown = line(RESULTS, name)
+        assert f"| {pairs[0]} |" in shown
+        assert pairs[1] in shown
