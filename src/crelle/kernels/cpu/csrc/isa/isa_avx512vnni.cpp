@@ -34,7 +34,7 @@ void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0,
 }
 
 void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) { kAvx512.encode(a, x, ldx, m0, m1); }
-constexpr TrellisKernel kTrellis{encode_trellis<TrellisV::kDigits>, trellis_matmul<TrellisV>, 64};
+constexpr TrellisKernel kTrellis{encode_trellis<TrellisV::kDigits>, trellis_matmul<TrellisV, TrellisWideV>, 64};
 
 uint64_t read(const uint8_t *data, size_t bytes) { return kAvx512.read(data, bytes); }
 

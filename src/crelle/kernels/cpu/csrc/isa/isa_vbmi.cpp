@@ -45,7 +45,7 @@ void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0,
   (w.kind == Kind::Bcq ? kBcq : kUniform)[w.P - 1](w, a, y, ldy, b0, b1);
 }
 
-constexpr TrellisKernel kTrellis{encode_trellis<TrellisV::kDigits>, trellis_matmul<TrellisV>, 64};
+constexpr TrellisKernel kTrellis{encode_trellis<TrellisV::kDigits>, trellis_matmul<TrellisV, TrellisWideV>, 64};
 
 }  // namespace vbmi
 }  // namespace

@@ -76,3 +76,29 @@ struct TrellisV {
   static CRELLE_INLINE void store_ints(uint8_t *p, Ints v) { _mm512_storeu_si512(p, v); }
   static CRELLE_INLINE void store(float *p, Floats v) { _mm512_storeu_ps(p, v); }
 };
+
+// Many rows of x of 16 bits: the bytes of a weight are added up once for all of them, as on AVX2, so that one
+// multiplication is left of four. The sums are the same integers.
+struct TrellisWideV : TrellisV {
+  static constexpr bool kDigits = false;
+
+  // x as int16, from its digits.
+  template <bool Pair, int Part>
+  static CRELLE_INLINE X joined(const uint8_t *hi, const uint8_t *lo) {
+    const auto wide = [](const uint8_t *p) {
+      return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+    };
+    const __m512i four = _mm512_add_epi16(_mm512_slli_epi16(wide(hi), 8), wide(lo));
+    if constexpr (Pair) return four;
+    return _mm512_shuffle_epi8(four, in_lanes(Part ? 0x0706070603020302 : 0x0504050401000100));
+  }
+  template <bool Pair>
+  static CRELLE_INLINE Ints factor(Ints products) {
+    if constexpr (Pair) products = _mm512_shuffle_epi8(products, in_lanes(0x0705060403010200));
+    return _mm512_maddubs_epi16(products, _mm512_set1_epi8(1));
+  }
+  static CRELLE_INLINE Ints dot(Ints acc, Ints values, X x) {
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(values), "v"(x));
+    return acc;
+  }
+};

@@ -252,57 +252,66 @@ __attribute__((noinline)) void trellis_dots(const uint8_t *factors, int steps, c
     }
 }
 
-// Slices of a segment of x as they are multiplied: [slice][part][digit].
-template <class V, bool Pair, int D>
+// Slices of a segment of x as they are multiplied by W: [slice][part][digit].
+template <class V, class W, bool Pair, int D>
 CRELLE_INLINE void trellis_spread(const uint8_t *row, int i0, int i1, uint8_t *out) {
-  constexpr int kDigits = V::kDigits ? D : 1;
+  constexpr int kDigits = W::kDigits ? D : 1;
   for (int i = i0; i < i1; ++i)
     unrolled<Pair ? 1 : 2>([&](auto part) __attribute__((always_inline)) {
-      for (int d = 0; d < kDigits; ++d, out += sizeof(typename V::X)) {
-        const auto x = V::template inputs<Pair, part>(row + trellis_inputs_at<V, D>(i, d));
+      for (int d = 0; d < kDigits; ++d, out += sizeof(typename W::X)) {
+        const uint8_t *const from = row + trellis_inputs_at<V, D>(i, d);
+        typename W::X x;
+        if constexpr (V::kDigits && !W::kDigits)
+          x = W::template joined<Pair, part>(from, row + trellis_inputs_at<V, D>(i, 1));
+        else
+          x = W::template inputs<Pair, part>(from);
         __builtin_memcpy(out, &x, sizeof x);
       }
     });
 }
 
-constexpr int kTrellisTokens = 16;  // rows of x that share what is decoded: their sums stay in L1 and L2
+// Rows of x that share what is decoded: their sums stay in L1 and L2.
+template <class V>
+constexpr int kTrellisTokens = sizeof(typename V::Ints) == 64 ? 32 : 16;
 
-template <class V, bool Pair, int D>
+// x is encoded for V; W multiplies it.
+template <class V, class W, bool Pair, int D>
 void trellis_rows(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
-  constexpr int kDigits = V::kDigits ? D : 1, kParts = Pair ? 1 : 2, kSlices = kTrellisStep / V::kSequences;
-  constexpr size_t kPitch = size_t(kTrellisPass) * kParts * sizeof(typename V::Ints);
+  constexpr int kDigits = W::kDigits ? D : 1, kParts = Pair ? 1 : 2, kSlices = kTrellisStep / W::kSequences;
+  constexpr size_t kPitch = size_t(kTrellisPass) * kParts * sizeof(typename W::Ints);
   constexpr size_t kFactors = kTrellisSegment * kSlices * kPitch;
-  constexpr size_t kSpread = size_t(kTrellisSegment) * kSlices * kParts * kDigits * sizeof(typename V::X);
+  constexpr size_t kSpread = size_t(kTrellisSegment) * kSlices * kParts * kDigits * sizeof(typename W::X);
+  constexpr int kAtOnce = kDigits == 1 && sizeof(typename W::Ints) == 64 ? 4 : 2;  // as the registers allow
   constexpr size_t kSums = sizeof(float) * kTrellisRows * kTrellisLanes;
   static thread_local Buffer scratch;
   const TrellisLayout &l = *w.trellis;
-  const size_t sums = kFactors + kSpread * kTrellisTokens;
-  scratch.grow(sums + kSums * kTrellisTokens);
+  const size_t sums = kFactors + kSpread * kTrellisTokens<W>;
+  scratch.grow(sums + kSums * kTrellisTokens<W>);
   uint8_t *const factors = scratch.data(), *const x = factors + kFactors;
   float *const f = reinterpret_cast<float *>(factors + sums);
   for (int b = b0; b < b1; ++b)
-    for (int m0 = 0; m0 < a.M; m0 += kTrellisTokens) {
-      const int M = a.M - m0 < kTrellisTokens ? a.M - m0 : kTrellisTokens;
+    for (int m0 = 0; m0 < a.M; m0 += kTrellisTokens<W>) {
+      const int M = a.M - m0 < kTrellisTokens<W> ? a.M - m0 : kTrellisTokens<W>;
       __builtin_memset(f, 0, kSums * M);
       for (int s = 0; s < l.segments; ++s) {
         const int i0 = s * l.segment, steps = l.steps - i0 < l.segment ? l.steps - i0 : l.segment;
         const int slice0 = i0 * kSlices, slice1 = (i0 + steps) * kSlices;
-        for (int m = 0; m < M; ++m) trellis_spread<V, Pair, D>(a.row(m0 + m), slice0, slice1, x + m * kSpread);
+        for (int m = 0; m < M; ++m) trellis_spread<V, W, Pair, D>(a.row(m0 + m), slice0, slice1, x + m * kSpread);
         const size_t sums_at = l.sums_at + s * kTrellisLanes * 4, scales_at = l.scales_at + s * kTrellisLanes * 4;
         const auto multiply = [&]<int N>(int m, int r0, std::integral_constant<int, N>) {
           const uint8_t *from[N], *row[N];
           for (int i = 0; i < N; ++i) from[i] = x + (m + i) * kSpread, row[i] = a.row(m0 + m + i);
-          trellis_dots<V, Pair, kDigits, N>(factors, steps, from, row, sums_at, scales_at,
+          trellis_dots<W, Pair, kDigits, N>(factors, steps, from, row, sums_at, scales_at,
                                             f + (m * kTrellisRows + r0) * kTrellisLanes);
         };
         with_form(l, [&](auto form) {
           if constexpr (decltype(form)::kPair == Pair)
             for_passes(form, [&](auto f_, auto align, int r0) {
-              trellis_decode<V, decltype(f_)::kHalfBits, Pair, align>(l, w.block(b), r0, slice0, slice1, factors,
+              trellis_decode<W, decltype(f_)::kHalfBits, Pair, align>(l, w.block(b), r0, slice0, slice1, factors,
                                                                       kPitch);
               int m = 0;
-              for (; m + 2 <= M; m += 2) multiply(m, r0, std::integral_constant<int, 2>{});
-              if (m < M) multiply(m, r0, std::integral_constant<int, 1>{});
+              for (; m + kAtOnce <= M; m += kAtOnce) multiply(m, r0, std::integral_constant<int, kAtOnce>{});
+              for (; m < M; ++m) multiply(m, r0, std::integral_constant<int, 1>{});
             });
         });
       }
@@ -316,15 +325,16 @@ void trellis_rows(const Weight &w, const Activations &a, float *y, size_t ldy, i
     }
 }
 
-template <class V, int D>
+// W: what multiplies several rows of 16 bits.
+template <class V, class W, int D>
 void trellis_matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
   if (a.M == 1) return trellis_one_row<V, D>(w, a.row(0), y, b0, b1);
-  (w.trellis->pair ? trellis_rows<V, true, D> : trellis_rows<V, false, D>)(w, a, y, ldy, b0, b1);
+  (w.trellis->pair ? trellis_rows<V, W, true, D> : trellis_rows<V, W, false, D>)(w, a, y, ldy, b0, b1);
 }
 
-template <class V>
+template <class V, class W = V>
 void trellis_matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
   if constexpr (V::kDigits)
-    if (a.precision == Precision::Int8) return trellis_matmul<V, 1>(w, a, y, ldy, b0, b1);
-  trellis_matmul<V, 2>(w, a, y, ldy, b0, b1);
+    if (a.precision == Precision::Int8) return trellis_matmul<V, V, 1>(w, a, y, ldy, b0, b1);
+  trellis_matmul<V, W, 2>(w, a, y, ldy, b0, b1);
 }
