@@ -311,7 +311,8 @@ void trellis_rows(const Weight &w, const Activations &a, float *y, size_t ldy, i
                                                                       kPitch);
               int m = 0;
               for (; m + kAtOnce <= M; m += kAtOnce) multiply(m, r0, std::integral_constant<int, kAtOnce>{});
-              for (; m < M; ++m) multiply(m, r0, std::integral_constant<int, 1>{});
+              for (; m + 2 <= M; m += 2) multiply(m, r0, std::integral_constant<int, 2>{});
+              if (m < M) multiply(m, r0, std::integral_constant<int, 1>{});
             });
         });
       }
