@@ -91,6 +91,15 @@ def test_expected_qualities_are_those_of_the_files() -> None:
         assert m.most == pytest.approx(-floor(-100 * max(ratios)) / 100), m.scheme
 
 
+def test_the_fast_recipe_of_every_cpu_is_measured() -> None:
+    for isa, rows in (("generic", 4), ("dotprod", 4), ("avx2", 8), ("avx512-vnni", 16), ("amx", 16)):
+        effort = resolve("fast", SCHEME, Machine("cpu", 2, isa), SMOLLM2, text=False)
+        found = expected(effort)
+        assert (effort.rows, effort.own) == (rows, rows)
+        assert found is not None
+        assert (found.least, found.most) == ((1.06, 1.12) if rows == 16 else (1.08, 1.14))
+
+
 def test_between_measured_sizes_quality_is_interpolated_and_elsewhere_unknown() -> None:
     ends = [expected(resolve("balanced", f"auto:bits={b}", GPU, SMOLLM2)) for b in (2.35, 2.8, 3.35)]
     assert all(e is not None for e in ends)

@@ -41,6 +41,7 @@ MEASURED = (
     Measured("auto:bits=3.35,tune=full,steps=256,end=5000,own=4096", 384, 192, 1.06, 1.16),
     Measured("auto:bits=4.35,tune=full,steps=256,end=1500,own=2048", 192, 192, 1.01, 1.06),
     Measured("auto:bits=4.35,search=false,steps=0", 4, 4, 1.08, 1.14, CPU_FILE),
+    Measured("auto:bits=4.35,search=false,steps=0", 16, 16, 1.06, 1.12, CPU_FILE),
     Measured("auto:bits=4.35,steps=0", 16, 16, 1.05, 1.10, CPU_FILE),
     Measured("gptq:bits=3,group=64", 64, 0, 1.34, 1.63),
     Measured("gptq:bits=4,group=64", 64, 0, 1.06, 1.13),
@@ -68,8 +69,8 @@ def expected(effort: Effort) -> Expected | None:
         return None
     data = effort.rows + effort.own
     alike = {
-        found.bits: m
-        for m in MEASURED
+        found.bits: m  # the last is the nearest in data
+        for m in sorted(MEASURED, key=lambda m: -abs(m.rows + m.own - data))
         if isinstance(found := parse(m.scheme), Auto)
         and replace(found, bits=config.bits, end=config.end, own=config.own) == config
         and data / 2 <= m.rows + m.own <= 2 * data
