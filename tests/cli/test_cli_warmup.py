@@ -76,3 +76,20 @@ def test_the_first_compilation_is_said_once(
         jit.compile("x.cu", expression, "sm_90a")
     assert capsys.readouterr().err.count("crelle warmup out/model") == 1
     assert jit.on_compile is None
+
+
+@pytest.mark.gpu
+def test_plain_commands_run_on_a_gpu(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an empty cache and no options: what a new user types."""
+    monkeypatch.setenv("CRELLE_CACHE", str(tmp_path / "cache"))
+    made, text = tmp_path / "made", tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a bit-plane. " * 40)
+    succeed("quantize", tiny_model, made, "--scheme", "rtn:bits=4,group=32")
+    generate = ("generate", made, "--prompt", "Hello", "--max-tokens", "8")
+    first, second = succeed(*generate), succeed(*generate)
+    assert "compiling CUDA kernels (first run only)" in first.err
+    assert "compiling" not in second.err
+    assert first.out == second.out
+    assert succeed("eval", made, "--text", text, "--json").json["perplexity"] > 1
+    assert "cuda" in succeed("explain", made).out
+    assert succeed("warmup", made, "--batch", "2", "--prompt", "16", "--json").json["kernels"] > 0

@@ -262,7 +262,8 @@ def _key(file: str, expression: str, arch: str) -> str:
 
 def toolchain() -> str:
     """Return a hash of what all device code depends on: compiler, options, this device's architecture, all sources."""
-    sources = sorted((p.name, hashlib.sha256(p.read_bytes()).hexdigest()) for p in SOURCES.iterdir())
+    files = sorted(p for p in SOURCES.rglob("*") if p.suffix in (".cu", ".cuh", ".py"))
+    sources = [(p.relative_to(SOURCES).as_posix(), hashlib.sha256(p.read_bytes()).hexdigest()) for p in files]
     return hashlib.sha256(json.dumps([architecture(), _OPTIONS, _version(), sources]).encode()).hexdigest()
 
 

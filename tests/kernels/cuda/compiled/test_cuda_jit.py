@@ -214,6 +214,18 @@ def test_whatever_the_code_depends_on_is_in_the_name(sources: Path, monkeypatch:
     assert len(cubins(sources)) == 4
 
 
+def test_every_source_in_every_folder_is_in_the_toolchain(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hash by which `generate` knows that a model's kernels were compiled before."""
+    monkeypatch.setattr(jit, "architecture", lambda: "sm_90a")
+    before = jit.toolchain()
+    assert jit.toolchain() == before
+    (sources / "inner" / "__pycache__").mkdir()
+    (sources / "inner" / "__pycache__" / "launch.pyc").write_text("bytecode")
+    assert jit.toolchain() == before
+    (sources / "inner" / "deep.cuh").write_text(DEEP + "// changed")
+    assert jit.toolchain() != before
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text"])
 def test_a_damaged_file_is_compiled_again(
     damage: str, sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
