@@ -1,4 +1,4 @@
-"""Autotune the GEMV's tile config for common problems on this GPU and write kernels/cuda/autotune.json.
+"""Autotune the GEMV's tile config for common problems on this GPU and write kernels/cuda/runtime/autotune.json.
 
     python bench/tuning/tune_cuda.py OUT.json [SECONDS]
 

@@ -7,7 +7,9 @@ import pytest
 from in_process import run, succeed
 
 from crelle.cli.common.console import report_compilation
+from crelle.cli.common.option_groups import ModelOptions
 from crelle.engine import compile_ahead
+from crelle.engine.engine import Engine
 from crelle.kernels.cuda import jit
 
 
@@ -54,6 +56,25 @@ def test_generate_compiles_on_all_cores_once(tiny_model: Path, tmp_path: Path, m
     assert "compiling CUDA kernels (first run only)" in succeed(*generate).err
     assert asked[0] == asked[1]
     assert len(list(jit.kernel_directory().glob("compiled-*"))) == 2
+
+
+def test_a_server_compiles_for_every_batch_before_it_serves(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setenv("CRELLE_CACHE", str(tmp_path))
+    monkeypatch.setattr(compile_ahead, "compile_kernels", lambda e, s, p, **_: asked.append((e, list(s), list(p))))
+    monkeypatch.setattr(compile_ahead, "on_gpu", lambda model: True)
+    monkeypatch.setattr(jit, "toolchain", lambda: "this compiler")
+    jit.kernel_directory().mkdir()
+    options = ModelOptions(bits=None, device="cpu", threads=None, kernel=None)
+    llm = options.load(tiny_model)
+    engine = Engine(llm, pages=4, max_batch=3)
+    for _ in range(2):
+        options.compile(llm, tiny_model, [2, 3], engine)
+    assert asked == [(engine, [1, 2, 3], [2, 3])]
+    options.compile(llm, tiny_model, [2, 3])  # one sequence: another mark
+    assert asked[1][1:] == ([1], [2, 3])
 
 
 @pytest.mark.parametrize("options", [("--batch", "0"), ("--prompt", "1")])

@@ -1,4 +1,7 @@
-"""Compile the CUDA kernels that an engine will launch before it runs: all cores at once, kept in the cache."""
+"""Compile the CUDA kernels that an engine will launch before it runs: all cores at once, kept in the cache.
+
+Tile configs of products that nobody has measured are measured first (kernels/cuda/runtime/autotune.py).
+"""
 
 import hashlib
 import json
@@ -12,6 +15,7 @@ from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
 from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.launch import recording
+from crelle.kernels.cuda.runtime import autotune
 from crelle.models.cache import CENTER_SAMPLE
 from crelle.models.loader import Model
 
@@ -47,7 +51,9 @@ def compile_kernels(
     jit.compile_all(sorted(whole), progress=progress)
     if (executor := engine.runner.cuda_executor(None)) is None:
         return len(whole), perf_counter() - begun
-    found = executor.kernels(set(sequences), set(prompts)) - whole
+    rows = set(sequences)
+    autotune.tune(executor, rows)  # first: it may choose other kernels
+    found = executor.kernels(rows, set(prompts)) - whole
     jit.compile_all(sorted(found), progress=progress)
     return len(whole) + len(found), perf_counter() - begun
 

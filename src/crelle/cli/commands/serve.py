@@ -115,6 +115,7 @@ def run(
     `crelle serve out/smollm2-4bit --host 0.0.0.0 --api-key-file keys.txt --memory 4GB --queue-limit 64`
     """
     from crelle.engine.async_engine import AsyncEngine
+    from crelle.engine.compile_ahead import prompt_sizes
     from crelle.engine.engine import Engine
     from crelle.engine.memory.plan import parse_bytes
     from crelle.errors import UnsupportedError
@@ -150,6 +151,7 @@ def run(
             llm = options.load(model, speculation)
             limits = {"memory": memory, "max_batch": max_batch, "budget": budget, "queue_limit": queue_limit}
             engine = Engine(llm, batch_invariant=exact, **limits)  # type: ignore[arg-type]
+        options.compile(llm, model, prompt_sizes(engine.plan.budget), engine)
     except BaseException:
         sock.close()
         raise

@@ -21,6 +21,7 @@ from crelle.cli.common.console import (
 )
 
 if TYPE_CHECKING:
+    from crelle.engine.engine import Engine
     from crelle.engine.llm import LLM
 
 Command = Callable[..., None]
@@ -71,22 +72,25 @@ class ModelOptions:
             report_compilation(model)
         return llm
 
-    def compile(self, llm: "LLM", model: Path, prompts: Sequence[int]) -> None:
+    def compile(self, llm: "LLM", model: Path, prompts: Sequence[int], engine: "Engine | None" = None) -> None:
         """On the first run, compile the kernels for these prompts on all cores, with a progress bar.
 
-        prompts: their lengths in tokens.
+        prompts: their lengths in tokens. engine: what will run them, in batches of any size; None: one at a time.
         """
         from contextlib import suppress
 
         from crelle.engine.compile_ahead import compile_kernels, mark_of
         from crelle.engine.engine import Engine
 
-        mark = mark_of(llm, model.resolve(), self.bits, self.kernel, *prompts)
+        batch = 1 if engine is None else engine.plan.max_batch
+        exact = engine is not None and engine.runner.batch_invariant
+        mark = mark_of(llm, model.resolve(), self.bits, self.kernel, batch, exact, *prompts)
         if mark is None or mark.exists():
             return
         with tracking("compiling CUDA kernels (first run only)") as track:
-            engine = Engine(llm, pages=_PAGES, max_batch=1)
-            compile_kernels(engine, [1], prompts, progress=lambda done, of: track(done, of, ""))
+            engine = engine or Engine(llm, pages=_PAGES, max_batch=1)
+            sizes = range(1, batch + 1)
+            compile_kernels(engine, sizes, prompts, progress=lambda done, of: track(done, of, ""))
         with suppress(OSError):  # an unwritable cache: already warned
             mark.touch()
 

@@ -18,6 +18,7 @@ sequence is the same to the last bit alone and in a batch, in whatever chunks it
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -176,6 +177,21 @@ class CudaExecutor:
             for prompts in range(2, _HEAD_KERNELS + 1):  # whose last tokens the head multiplies
                 self._prefill_eagerly([Chunk([0, 0], 0, [], True)] * prompts)
         return found
+
+    def with_layers(self, which: Sequence[int]) -> "CudaExecutor":
+        """Return an executor of some layers with the same weights, pages and inputs; it is timed to choose configs."""
+        step = copy(self.step)
+        step.layers = [self.step.layers[i] for i in which]
+        pages, centers = [self.pages[i] for i in which], [self.centers[i] for i in which]
+        some = CudaExecutor(self.model, pages, centers, batch_invariant=self.batch_invariant, step=step)
+        some.__dict__["_inputs"] = self._inputs
+        return some
+
+    def first_step(self, rows: int) -> Callable[[], Tensor]:
+        """Return what runs a decode step of rows that are the first token of a sequence each, in the first page."""
+        graph = _Graph(self, bucket_of(rows), self._inputs, False)
+        self._inputs.fill([Chunk([0], 0, [0], True)] * rows, graph.bucket)
+        return graph._run
 
     # --- the layers -------------------------------------------------------------------------------------------------
 

@@ -315,12 +315,19 @@ def _read(path: Path) -> CompiledKernel | None:
 
 
 def _publish(path: Path, built: CompiledKernel) -> None:
-    """Write under another name in the same directory, then rename: readers see all of it or nothing."""
     head = {k: getattr(built, k) for k in ("file", "expression", "arch", "name", "seconds")}
     head["sha256"] = _digest(built.name, built.cubin)
+    write_cached(path, json.dumps(head).encode() + b"\n" + built.cubin)
+
+
+def write_cached(path: Path, data: bytes) -> None:
+    """Write under another name in the same directory, then rename: readers see all of it or nothing.
+
+    A cache that cannot be written is a warning, once.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, json.dumps(head).encode() + b"\n" + built.cubin)
+        _write_whole(path, data)
     except OSError as e:
         _warn(e)
 

@@ -9,6 +9,7 @@ Up to GEMV_ROWS rows of x. All launch on the current stream, allocate only throu
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from crelle.kernels.cuda.launch import ADDRESS, Launch, can_bind, is_recording, load, multiprocessors
 from crelle.kernels.cuda.planes.weight_layout import BLOCK, ROWS, CudaWeight, ScaleKind
+from crelle.kernels.cuda.runtime import measured_configs
 from crelle.kernels.cuda.step.activations import Prologue, is_gated, width
 
 C_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
@@ -361,7 +363,16 @@ def _grid(w: CudaWeight, s: GemvTileConfig, epilogue: EpilogueOut) -> int:
 def choose(
     w: CudaWeight, tokens: int, processors: int | None = None, in_graph: bool = False, epilogue: EpilogueOut = "STORE"
 ) -> GemvTileConfig:
-    """Return the tile config of the most similar autotuned problem (autotune.json, made on an H200)."""
+    """Return the tile config that was measured here, else that of the most similar problem in autotune.json."""
+    if in_graph and processors is None and (found := measured_configs.lookup(w, columns(tokens), epilogue)):
+        return GemvTileConfig(*found)
+    return fitted(_nearest(w, tokens, processors, in_graph, epilogue), w, epilogue, processors)
+
+
+def _nearest(
+    w: CudaWeight, tokens: int, processors: int | None, in_graph: bool, epilogue: EpilogueOut
+) -> GemvTileConfig:
+    """Return the tile config of the most similar autotuned problem, all of which were measured on an H200."""
     like = epilogue  # gelu was not autotuned: take what has as much work
     if "GELU" in epilogue:
         like = "SILU_MUL_ENCODE" if is_gated(epilogue) else "RELU_ENCODE"
@@ -378,10 +389,16 @@ def choose(
         return found + 0.25 * (m.groups != w.groups)
 
     nearest = min(_autotuned(), key=unlike)
-    config = nearest.config
     measured = w.groups <= 2 or (w.groups == nearest.groups and unlike(nearest) < 1)
     if w.P > 4 or not measured or w.scales.element_size() > 2:  # unlike all that was measured: registers, not warps
-        config = GemvTileConfig(1, 8, 1, config.stages, 1, 16 if tokens == 1 else 8)
+        return GemvTileConfig(1, 8, 1, nearest.config.stages, 1, 16 if tokens == 1 else 8)
+    return nearest.config
+
+
+def fitted(
+    config: GemvTileConfig, w: CudaWeight, epilogue: EpilogueOut, processors: int | None = None
+) -> GemvTileConfig:
+    """Return a tile config as this weight can take it: whole rows in pairs, pipelines that fit a multiprocessor."""
     if w.words.shape[2] != w.P or w.blocks_per_scale > 1:
         config = replace(config, run=1)
     if is_gated(epilogue) and config.tiles % 2:
@@ -402,6 +419,20 @@ def _pipeline_room(device: int) -> int:
     """Bytes of shared memory that this device gives the pipelines of a thread block, beside what else lies there."""
     room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return max(_SHARED, int(room) - 32 * 1024)
+
+
+def decode_configs() -> list[GemvTileConfig]:
+    """Return the tile configs that won inside a decode step, the most frequent first: what is worth trying there."""
+    return [config for config, _ in Counter(m.config for m in _autotuned() if m.in_graph and m.M == 1).most_common()]
+
+
+def autotuned(w: CudaWeight, M: int, epilogue: str, device: str) -> bool:
+    """Whether autotune.json has this very problem inside a decode step, measured on such a device."""
+    kind, key = w.kind not in _PLANES, (w.P, w.N, w.K, M, w.groups, epilogue)
+    same = any(
+        m.in_graph and m.codes == kind and (m.P, m.N, m.K, m.M, m.groups, m.epilogue) == key for m in _autotuned()
+    )
+    return same and device == _table()["device"]
 
 
 def autotuned_configs() -> set[tuple[int, ScaleKind, int, int, GemvTileConfig, EpilogueOut]]:
@@ -426,8 +457,12 @@ class _Autotuned:
 
 @cache
 def _autotuned() -> list[_Autotuned]:
-    text = (files("crelle.kernels.cuda") / "autotune.json").read_text()
     return [
         _Autotuned(**{"epilogue": "STORE", "alone": False, "groups": 2, **m, "config": GemvTileConfig(*m["config"])})
-        for m in json.loads(text)["best"]
+        for m in _table()["best"]
     ]
+
+
+@cache
+def _table() -> Any:
+    return json.loads((files("crelle.kernels.cuda.runtime") / "autotune.json").read_text())
