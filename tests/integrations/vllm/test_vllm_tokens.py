@@ -33,6 +33,9 @@ STORIES: dict[str, tuple[str, dict[str, str], str | None, int | None]] = {
     "nested at 4 bits": ("bcq-nested:bits=4,group=32,data=false", {}, None, None),
     "nested at 3 bits": ("bcq-nested:bits=4,group=32,data=false", {}, None, 3),
     "mixed": ("mixed:four=0.25,outliers=0.002,group=16", {}, None, None),
+    "trellis behind a rotation": ("trellis:bits=2", {}, None, None),
+    "mxfp4": ("mxfp4", {}, None, None),
+    "nvfp4": ("nvfp4", {}, None, None),
     "atom, W4A8": ("atom:w=4,a=8,kv=16,group=32,outliers=32", {}, None, None),
     "several formats in fused layers": (
         "bcq:bits=3,group=32,rounds=2",
@@ -52,7 +55,7 @@ def stories(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[
         same = next((c for c in made if STORIES[c][:3] == (scheme, overrides, head)), None)
         made[case] = made[same] if same else to / str(i)
         if same is None:
-            calibrated = scheme.split(":")[0] in ("gptq", "mixed", "atom")
+            calibrated = scheme.split(":")[0] in ("gptq", "mixed", "atom", "trellis")
             source = data / "stories15M"
             quantize(source, made[case], scheme, overrides=overrides, head=head, text=text if calibrated else None)
     jobs = []
