@@ -13,7 +13,6 @@ PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "bench" / "results"
 
 
-ENGLISH = {7: "seven"}
 JOULES = "joules_per_token"
 GROUPS_OF_128 = ("bcq:bits=4,group=128", "bcq:bits=3,group=128")
 
@@ -137,17 +136,27 @@ def test_quality_over_bits_and_groups() -> None:
     assert f", {len(grouped)} have groups, but groups of 32 only at 8.0 bits" in part
     assert [r["bits_per_weight"] for r in best if r["group"] == "32"] == [8.0]
     assert f"{len(grouped)} of stories15M's {len(best)} best" in PAGE
-    found = {r["scheme"].removeprefix("bcq:"): r for r in rows("h200-bcq-quality-smollm2")}
-    assert f"{ENGLISH[len(found)]} cells" in part
-    for q in (3, 4):
-        two = [found[f"bits={q},group={group}"] for group in (32, 64)]
-        ratios, lambada = ([r["ratio"] for r in two], [100 * r["lambada"]["accuracy"] for r in two])
-        assert "at {} bits {:.3f} and {:.3f}, {:.1f} and {:.1f}%".format(q, *ratios, *lambada) in part
-    rest = [r for r in found.values() if r["bits"] == 2]
-    assert all(r["ratio"] > 2000 and r["lambada"]["accuracy"] == 0 for r in rest)
-    assert len(rest) + 4 == len(found)
+
+
+def test_quality_over_bits_and_groups_of_smollm2() -> None:
+    part, cells = section("Figures 7, 10 and 11"), rows("h200-bcq-quality-smollm2")
+    grid = {(r["method"], r["group"], r["bits"]): r for r in cells}
+    assert len(grid) == len(cells) == 40
+    for group in ("32", "64", "128", "256", "row"):
+        found = [", ".join(f"{grid['bcq', group, q]['bits_per_weight']:.2f}" for q in (2, 3, 4, 5))]
+        for method in ("bcq", "hbcq"):
+            row = [grid[method, group, q] for q in (2, 3, 4, 5)]
+            found.append("; ".join(f"{r['ratio']:.3f}" if r["ratio"] < 100 else f"{r['ratio']:,.0f}" for r in row))
+            found.append(", ".join(f"{100 * r['lambada']['accuracy']:.1f}" for r in row))
+        assert f"| {group} | {' | '.join(found)} |" in part
+    best = front([r for r in cells if r["method"] == "bcq" and r["group"] != "32"])
+    grouped = [r for r in best if r["group"] != "row"]
+    assert f"{len(grouped)} of the {len(best)} best `bcq` cells have groups" in part
+    assert f"{len(grouped)} of SmolLM2's {len(best)} |" in PAGE
+    assert all(grid[m, "32", q]["ratio"] < 1.0005 for m in ("bcq", "hbcq") for q in (4, 5))
+    assert all(r["ratio"] > 1000 and r["lambada"]["accuracy"] == 0 for r in best if r["bits"] == 2)
     fp32 = result("h200-bcq-quality-smollm2")["fp32"]["lambada"]
-    assert f"full precision {100 * fp32['accuracy']:.1f} ± {100 * fp32['stderr']:.1f}%" in part
+    assert f"full precision {100 * fp32['accuracy']:.1f} ± {100 * fp32['stderr']:.1f};" in part
 
 
 def test_bits_by_kind_of_sub_layer() -> None:
