@@ -27,6 +27,7 @@ namespace avx2 {
 #define CRELLE_FIELD_BITS 256
 #include "planes/field_codes_x86.h"
 #include "planes/field_codes.h"
+#include "planes/word_codes_x86.h"
 #include "base/read_bandwidth.h"
 
 struct V {
@@ -74,7 +75,8 @@ struct V {
 };
 
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy, int b0, int b1) {
-  (w.stream == Stream::Fields ? field_matmul : byte_matmul<V, FieldV::kMostBits>)(w, a, y, ldy, b0, b1);
+  if (w.stream != Stream::Fields) return byte_matmul<V, FieldV::kMostBits>(w, a, y, ldy, b0, b1);
+  (w.P == 8 ? word_matmul : field_matmul)(w, a, y, ldy, b0, b1);
 }
 
 static_assert(kFieldRows == V::kRows);

@@ -61,22 +61,28 @@ struct ByteCodes {
   }
 };
 
-// Integer sums over a segment for Q vectors from `codes` on and M rows of x, D bytes each.
+// Integer sums over a segment for Q vectors from `codes` on and M rows of x, D bytes each: with two bytes 256 times the
+// sums of the first plus those of the second. Where a chunk's sums are 16 bits (Sums::kChunked) both are added to one
+// sum as they are widened; elsewhere each byte has a sum until the end.
 template <class C, int Q, int M, int D>
 CRELLE_INLINE void segment_sums(const uint8_t *codes, const uint8_t *const (&x)[M], int chunks,
-                                FieldV::Ints (&acc)[Q][M][D]) {
+                                FieldV::Ints (&total)[Q][M]) {
   using Sums = FieldV::Sums;
-  for (auto &vector : acc)
-    for (auto &row : vector)
-      for (auto &a : row) a = FieldV::zero();
+  typename Sums::Chunk sums[Q][M][D];
+  const auto clear = [&]() __attribute__((always_inline)) {
+    for (auto &vector : sums)
+      for (auto &row : vector)
+        for (auto &a : row) a = FieldV::zero();
+  };
+  clear();
+  for (auto &vector : total)
+    for (auto &a : vector) a = FieldV::zero();
   for (int c = 0; c < chunks; ++c, codes += kBlockVectors * C::kStride) {
-    if constexpr (C::kStride < kSteps * kVectorBytes || M * D <= 4)
+    if constexpr (C::kStride < kSteps * kVectorBytes || M * D <= 4) {
+#pragma GCC unroll 32
       for (int line = 0; line < Q * C::kStride; line += 64) prefetch_stream(codes + line);
+    }
     FieldV::Digits d[M][D];
-    typename Sums::Chunk sums[Q][M][D];
-    for (int q = 0; q < Q; ++q)
-      for (int m = 0; m < M; ++m)
-        for (int i = 0; i < D; ++i) sums[q][m][i] = Sums::begin(acc[q][m][i]);
     for_steps(
         [&](auto u) __attribute__((always_inline)) {
           if constexpr (u % FieldV::kDigitSteps == 0)
@@ -90,10 +96,19 @@ CRELLE_INLINE void segment_sums(const uint8_t *codes, const uint8_t *const (&x)[
                 sums[q][m][i] = Sums::template add<u % FieldV::kDigitSteps>(sums[q][m][i], w[q], d[m][i]);
         },
         Steps{});
-    for (int q = 0; q < Q; ++q)
-      for (int m = 0; m < M; ++m)
-        for (int i = 0; i < D; ++i) acc[q][m][i] = Sums::end(acc[q][m][i], sums[q][m][i]);
+    if constexpr (Sums::kChunked) {
+      for (int q = 0; q < Q; ++q)
+        for (int m = 0; m < M; ++m)
+          for (int i = 0; i < D; ++i) total[q][m] = Sums::end(total[q][m], sums[q][m][i], i + 1 < D ? 256 : 1);
+      clear();
+    }
   }
+  if constexpr (!Sums::kChunked)
+    for (int q = 0; q < Q; ++q)
+      for (int m = 0; m < M; ++m) {
+        total[q][m] = sums[q][m][0];
+        if constexpr (D == 2) total[q][m] = FieldV::add(FieldV::times_256(total[q][m]), sums[q][m][1]);
+      }
 }
 
 CRELLE_INLINE FieldV::Floats field_scales(const Weight &w, const uint8_t *at, int q) {
@@ -133,15 +148,13 @@ CRELLE_INLINE void add_segment(const uint8_t *x0, size_t row_bytes, const float 
   for (int m = 0; m < M; ++m) x[m] = x0 + m * row_bytes;
 #pragma GCC unroll 4
   for (int q0 = 0; q0 < kBlockVectors; q0 += Q) {
-    FieldV::Ints acc[Q][M][D];
-    segment_sums<C, Q, M, D>(codes + q0 * C::kStride, x, chunks, acc);
+    FieldV::Ints total[Q][M];
+    segment_sums<C, Q, M, D>(codes + q0 * C::kStride, x, chunks, total);
     for (int q = 0; q < Q; ++q) {
       FieldV::Floats t[M];
       for (int m = 0; m < M; ++m) t[m] = f(q0 + q, m);
       for (int m = 0; m < M; ++m) {
-        auto sum = acc[q][m][0];
-        if constexpr (D == 2) sum = FieldV::add(FieldV::times_256(sum), acc[q][m][1]);
-        const auto scaled = FieldV::mul(FieldV::to_float(sum), FieldV::floats(x_scale[m]));
+        const auto scaled = FieldV::mul(FieldV::to_float(total[q][m]), FieldV::floats(x_scale[m]));
         t[m] = FieldV::fma(scaled, scales[q0 + q], t[m]);
       }
       for (int m = 0; m < M; ++m) f(q0 + q, m) = t[m];
@@ -295,7 +308,8 @@ inline void field_matmul(const Weight &w, const Activations &a, float *y, size_t
 
 // The instruction sets that include this take grids by fields, as far as FieldV reaches, and planes by look-ups.
 inline Stream field_stream(Kind kind, int P) {
-  return kind == Kind::Bcq || P > FieldV::kMostBits ? Stream::BytePlanes : Stream::Fields;
+  const bool takes = P <= FieldV::kMostBits || (P == 8 && FieldV::kByWords);
+  return kind != Kind::Bcq && takes ? Stream::Fields : Stream::BytePlanes;
 }
 
 inline void field_encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {

@@ -11,6 +11,7 @@ struct FieldV {
   static constexpr int kSums = 16;                 // accumulators that fit the registers
   static constexpr int kMostRows = 8;              // of x in one byte that share an unpacked segment at a time
   static constexpr int kMostBits = 8;              // of a code
+  static constexpr bool kByWords = false;          // codes of 8 bits: see word_codes_x86.h
   static constexpr int kDigitSteps = 4;            // vectors of codes that a vector of digits serves
   static constexpr float kByteOffset = kByteZero;  // codes of 8 bits are multiplied less this
 
@@ -35,12 +36,11 @@ struct FieldV {
   // Sums over a chunk.
   struct Sums {
     using Chunk = Ints;
-    static CRELLE_INLINE Chunk begin(Ints sum) { return sum; }
+    static constexpr bool kChunked = false;
     template <int Lane>
     static CRELLE_INLINE Chunk add(Chunk sum, Codes w, Digits d) {
       return vdotq_laneq_s32(sum, w, d, Lane);
     }
-    static CRELLE_INLINE Ints end(Ints, Chunk sum) { return sum; }
   };
 
   static CRELLE_INLINE Ints zero() { return vdupq_n_s32(0); }
