@@ -8,19 +8,78 @@
 //
 // Included inside a namespace of the including file, after simd.h.
 
-// Vector j of a row of D values; the last one may be a part.
-template <class T>
-CRELLE_INLINE Vec piece(const T *row, int j, int D) {
-  const int left = D - j * kLanes;
-  return left >= kLanes ? load(row + j * kLanes) : load_first(row + j * kLanes, left);
+// The sum of a vector's lanes, that of sum_of: halves, quarters, pairs.
+CRELLE_INLINE float sum_of_parts(const Part (&sums)[kParts]) {
+  Vec sum;
+  __builtin_memcpy(&sum, sums, sizeof sum);
+  return sum_of(sum);
 }
 
 template <class T>
 CRELLE_INLINE float score(const float *q, const T *k, int D) {
-  Vec sum = {};
-  for (int j = 0; j * kLanes < D; ++j) sum += load(q + j * kLanes) * piece(k, j, D);
-  return sum_of(sum);
+  Part sums[kParts] = {};
+  int j = 0;
+  for (; j + kLanes <= D; j += kLanes)
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) sums[p] += load_part(q + j + p * kPartLanes) * load_part(k + j + p * kPartLanes);
+  if (j < D) {
+    T last[kLanes] = {};
+    __builtin_memcpy(last, k + j, (D - j) * sizeof(T));
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p)
+      sums[p] += load_part(q + j + p * kPartLanes) * load_part(last + p * kPartLanes);
+  }
+  return sum_of_parts(sums);
 }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The scores of eight keys for H heads, D a multiple of 16: the bits of `score`. Two parts of a vector for each of as
+// many keys as have registers; a value is widened once for all heads.
+template <class T, int H>
+CRELLE_INLINE void scores_of_8(const float *q, size_t ldq, const T *k, int D, float *out, size_t ld) {
+  constexpr int kKeys = H == 1 ? 4 : 2;
+  Part all[H][8];
+#pragma GCC unroll 4
+  for (int i0 = 0; i0 < 8; i0 += kKeys) {
+    Part low[H][kKeys] = {}, high[H][kKeys] = {};
+    for (int j = 0; j < D; j += kLanes)
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; ++i) {
+        const T *const at = k + size_t(i0 + i) * D + j;
+        const Part a = load_part(at), b = load_part(at + kPartLanes);
+#pragma GCC unroll 3
+        for (int h = 0; h < H; ++h) {
+          low[h][i] += load_part(q + h * ldq + j) * a;
+          high[h][i] += load_part(q + h * ldq + j + kPartLanes) * b;
+        }
+      }
+#pragma GCC unroll 3
+    for (int h = 0; h < H; ++h)
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; ++i) all[h][i0 + i] = low[h][i] + high[h][i];
+  }
+#pragma GCC unroll 3
+  for (int h = 0; h < H; ++h) {
+    Part a[4], b[2];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {  // keys i and i + 4: halves
+      const Part x = all[h][i], y = all[h][i + 4];
+      a[i] = __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11) +
+             __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {  // and i + 2: quarters
+      const Part x = a[i], y = a[i + 2];
+      b[i] = __builtin_shufflevector(x, y, 0, 1, 8, 9, 4, 5, 12, 13) +
+             __builtin_shufflevector(x, y, 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+    const Part c = __builtin_shufflevector(b[0], b[1], 0, 8, 2, 10, 4, 12, 6, 14) +
+                   __builtin_shufflevector(b[0], b[1], 1, 9, 3, 11, 5, 13, 7, 15);
+    // Lanes: keys 0, 1, 2, 3, 4 ...
+    store_part(out + h * ld, c);
+  }
+}
+#endif
 
 // Scores of 16 keys for H heads; q [H][ldq], out [H][ld].
 template <class T, int H>
@@ -62,21 +121,35 @@ CRELLE_INLINE void scores_of_16(const float *q, size_t ldq, const T *k, int D, f
       for (int h = 0; h < H; ++h) store_first(out + h * ld + half, sums_of_8(sums[h]), 8);
     }
   } else {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (D % kLanes == 0) {
+      scores_of_8<T, H>(q, ldq, k, D, out, ld);
+      return scores_of_8<T, H>(q, ldq, k + size_t(8) * D, D, out + 8, ld);
+    }
+#endif
     for (int h = 0; h < H; ++h)
       for (int i = 0; i < 16; ++i) out[h * ld + i] = score(q + h * ldq, k + size_t(i) * D, D);
   }
 }
 
-// Add weight[i] * v[i] for W vectors of the head from vector j0 on: even and odd keys apart, to have enough chains.
+// Add weight[i] * v[i] for W parts of vectors of the head from channel `first` on: even and odd keys apart, to have
+// enough chains. Not whole: the last channels, in one part.
 template <class T, int H, int W, bool Whole, class Rows>
-CRELLE_INLINE void add_values(const Rows &v, const T *own, const float *weight, size_t ldw, int count, int D, int j0,
+CRELLE_INLINE void add_values(const Rows &v, const T *own, const float *weight, size_t ldw, int count, int D, int first,
                               float *out, size_t ld) {
-  Vec sums[H][2][W] = {};
+  Part sums[H][2][W] = {};
   const auto add = [&](const T *row, int e, int i) __attribute__((always_inline)) {
 #pragma GCC unroll 4
     for (int j = 0; j < W; ++j) {
-      const int at = (j0 + j) * kLanes;
-      const Vec values = Whole ? load(row + at) : load_first(row + at, D - at);
+      const int at = first + j * kPartLanes;
+      Part values;
+      if constexpr (Whole) {
+        values = load_part(row + at);
+      } else {
+        T some[kPartLanes] = {};
+        __builtin_memcpy(some, row + at, (D - at) * sizeof(T));
+        values = load_part(some);
+      }
 #pragma GCC unroll 3
       for (int h = 0; h < H; ++h) sums[h][e][j] += values * weight[h * ldw + i];
     }
@@ -96,12 +169,12 @@ CRELLE_INLINE void add_values(const Rows &v, const T *own, const float *weight, 
   for (int h = 0; h < H; ++h)
 #pragma GCC unroll 4
     for (int j = 0; j < W; ++j) {
-      float *to = out + h * ld + (j0 + j) * kLanes;
-      const Vec sum = sums[h][0][j] + sums[h][1][j];
+      const int at = first + j * kPartLanes;
+      const Part sum = sums[h][0][j] + sums[h][1][j];
       if constexpr (Whole)
-        store(to, sum);
+        store_part(out + h * ld + at, sum);
       else
-        store_first(to, sum, D - (j0 + j) * kLanes);
+        __builtin_memcpy(out + h * ld + at, &sum, (D - at) * sizeof(float));
     }
 }
 
@@ -127,6 +200,16 @@ __attribute__((noinline)) inline AttentionPartial weigh(float *scores, int count
   return {top, wrong ? __builtin_nanf("") : sum_of(total)};
 }
 
+// Whether heads share what is widened: their sums need the registers.
+#if defined(__AVX2__)
+constexpr bool kHeadsTogether = true;
+#else
+constexpr bool kHeadsTogether = kRegisters >= 32;
+#endif
+// Parts of the values whose sums fit the registers: for even and odd keys.
+template <int H>
+constexpr int kAddedParts = kRegisters >= 32 ? 4 : H == 1 ? 4 : 2;
+
 template <class T, int H>
 void attend_typed(const Attend &a, AttentionPartial *parts, size_t parts_apart, float *out, size_t out_apart) {
   const auto row = [&](const uint8_t *in_a_row, const uint8_t *const *apart, int i) __attribute__((always_inline)) {
@@ -150,20 +233,20 @@ void attend_typed(const Attend &a, AttentionPartial *parts, size_t parts_apart, 
   for (int h = 0; h < H && a.softcap > 0; ++h) cap(a.scores + h * ld, a.softcap, seen);
   for (int h = 0; h < H; ++h) parts[h * parts_apart] = weigh(a.scores + h * ld, seen);
 
-  constexpr int W = kRegisters >= 32 ? 4 : 1;
-  const auto add = [&]<int n, bool Whole>(int j) __attribute__((always_inline)) {
-    add_values<T, H, n, Whole>(v, v_own, a.scores, ld, a.count, a.D, j, out, out_apart);
+  constexpr int W = kAddedParts<H>;
+  const auto add = [&]<int n, bool Whole>(int at) __attribute__((always_inline)) {
+    add_values<T, H, n, Whole>(v, v_own, a.scores, ld, a.count, a.D, at, out, out_apart);
   };
-  int j = 0;
-  for (; (j + W) * kLanes <= a.D; j += W) add.template operator()<W, true>(j);
-  for (; (j + 1) * kLanes <= a.D; ++j) add.template operator()<1, true>(j);
-  if (j * kLanes < a.D) add.template operator()<1, false>(j);
+  int at = 0;
+  for (; at + W * kPartLanes <= a.D; at += W * kPartLanes) add.template operator()<W, true>(at);
+  for (; at + kPartLanes <= a.D; at += kPartLanes) add.template operator()<1, true>(at);
+  if (at < a.D) add.template operator()<1, false>(at);
 }
 
 template <class T>
 void attend_heads(const Attend &a, AttentionPartial *parts, size_t parts_apart, float *out, size_t out_apart) {
-  if (kRegisters >= 32 && a.heads == 3) return attend_typed<T, 3>(a, parts, parts_apart, out, out_apart);
-  if (kRegisters >= 32 && a.heads == 2) return attend_typed<T, 2>(a, parts, parts_apart, out, out_apart);
+  if (kHeadsTogether && a.heads == 3) return attend_typed<T, 3>(a, parts, parts_apart, out, out_apart);
+  if (kHeadsTogether && a.heads == 2) return attend_typed<T, 2>(a, parts, parts_apart, out, out_apart);
   Attend one = a;
   for (int h = 0; h < a.heads; ++h, one.q += (a.D + kLanes - 1) / kLanes * kLanes)
     attend_typed<T, 1>(one, parts + h * parts_apart, parts_apart, out + h * out_apart, out_apart);
