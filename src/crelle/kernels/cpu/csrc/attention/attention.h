@@ -26,8 +26,7 @@ CRELLE_INLINE float score(const float *q, const T *k, int D) {
     T last[kLanes] = {};
     __builtin_memcpy(last, k + j, (D - j) * sizeof(T));
 #pragma GCC unroll 4
-    for (int p = 0; p < kParts; ++p)
-      sums[p] += load_part(q + j + p * kPartLanes) * load_part(last + p * kPartLanes);
+    for (int p = 0; p < kParts; ++p) sums[p] += load_part(q + j + p * kPartLanes) * load_part(last + p * kPartLanes);
   }
   return sum_of_parts(sums);
 }
@@ -208,7 +207,9 @@ constexpr bool kHeadsTogether = kRegisters >= 32;
 #endif
 // Parts of the values whose sums fit the registers: for even and odd keys.
 template <int H>
-constexpr int kAddedParts = kRegisters >= 32 ? 4 : H == 1 ? 4 : 2;
+constexpr int kAddedParts = kRegisters >= 32 ? 4
+                            : H == 1         ? 4
+                                             : 2;
 
 template <class T, int H>
 void attend_typed(const Attend &a, AttentionPartial *parts, size_t parts_apart, float *out, size_t out_apart) {

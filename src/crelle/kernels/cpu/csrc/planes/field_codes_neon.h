@@ -41,6 +41,7 @@ struct FieldV {
     static CRELLE_INLINE Chunk add(Chunk sum, Codes w, Digits d) {
       return vdotq_laneq_s32(sum, w, d, Lane);
     }
+    static CRELLE_INLINE Ints end(Ints sum, Chunk part, int factor);  // of those in chunks only
   };
 
   static CRELLE_INLINE Ints zero() { return vdupq_n_s32(0); }

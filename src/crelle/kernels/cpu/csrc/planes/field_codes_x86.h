@@ -76,6 +76,7 @@ struct FieldV {
     static CRELLE_INLINE Chunk add(Chunk sum, Codes w, Digits d) {
       return CRELLE_DPBUSD(sum, w, d);
     }
+    static CRELLE_INLINE Ints end(Ints sum, Chunk part, int factor);  // of those in chunks only
   };
 #else
   struct Sums {  // eight sums of two products of at most 15 * 128 fit 16 bits

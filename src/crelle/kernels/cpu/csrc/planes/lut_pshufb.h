@@ -22,10 +22,10 @@ CRELLE_INLINE void add_planes(const uint8_t *codes, const uint8_t *tables, int c
   for (int j = 0; j < chunks * 4; ++j, codes += P * V::kRows, tables += 32 * D) {
     typename V::Bytes even[D], odd[D];
     for (int d = 0; d < D; ++d) even[d] = V::table(tables + 16 * d), odd[d] = V::table(tables + 16 * (D + d));
+    if constexpr (p0 == 0)
+      for (int line = 0; line < P * V::kRows; line += 64) prefetch_stream(codes + line);
     for (int b = 0; b < B; ++b) {
-      const uint8_t *at = codes + (p0 + b) * V::kRows;
-      prefetch_stream(at);
-      const auto bits = V::load(at);
+      const auto bits = V::load(codes + (p0 + b) * V::kRows);
       const auto low = V::low_nibbles(bits), high = V::high_nibbles(bits);
       for (int d = 0; d < D; ++d) {
         const auto u = V::look_up(even[d], low), v = V::look_up(odd[d], high);

@@ -1,9 +1,9 @@
 // Codes of 8 bits where there is no VNNI: vpmaddwd over 16-bit words, in place of look-ups in eight planes.
 //
-// vpmaddubsw cannot: two products of 8-bit codes exceed 16 bits. So codes are widened as they are loaded (vpmovsxbw: half
-// a vector of Stream::Fields is four inputs of some outputs), and x is one int16, hi * 256 + lo, in both precisions.
-// vpmaddwd adds two products of 24 bits into 32: a lane sums at most 64 of 128 * 32639, exactly. An output has two
-// lanes, which are added once a segment.
+// vpmaddubsw cannot: two products of 8-bit codes exceed 16 bits. So codes are widened as they are loaded (vpmovsxbw:
+// half a vector of Stream::Fields is four inputs of some outputs), and x is one int16, hi * 256 + lo, in both
+// precisions. vpmaddwd adds two products of 24 bits into 32: a lane sums at most 64 of 128 * 32639, exactly. An output
+// has two lanes, which are added once a segment.
 //
 // Instructions for 32 codes and a row of x: 2 to widen, 4 to multiply and add, 0.25 broadcasts (look-ups: 21). For more
 // rows the widened codes are shared: 4 and (2 + rows) / rows. Integer sums are exact and the f32 operations have one
