@@ -437,7 +437,7 @@ class Engine:
             self._abort(step, e)
             return known
         self._faults.failed_runs = 0
-        for chunk, s in ((chunk, s) for chunk in step.chunks for s in chunk.samples):
+        for chunk, s in ((c, s) for c in step.chunks for s in c.samples):
             own, tokens = tokens[: 1 + len(chunk.draft)], tokens[1 + len(chunk.draft) :]
             found = accept(own, chunk.draft, s.request.end_ids, s.limit - len(s.ids))
             sampled.append(found[-1] if found else 0)

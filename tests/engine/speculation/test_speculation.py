@@ -308,7 +308,7 @@ def test_a_draft_model_on_a_gpu_guesses_without_waiting_and_guesses_the_same(nes
 @settings(max_examples=share_of(100), deadline=None)
 @given(data=st.data())
 def test_acceptance_by_the_device_is_that_of_the_samplers(vocabulary: int, data: st.DataObject) -> None:
-    """The likeliest tokens of all rows at once say what the samplers say position by position, NaN and ends included."""
+    """The likeliest tokens of all rows at once say what samplers say row by row, NaN and ends included."""
     draft = data.draw(st.lists(st.integers(0, vocabulary - 1), max_size=6))
     logits = torch.tensor(data.draw(st.lists(st.permutations(range(vocabulary)), min_size=7, max_size=7)))
     logits = logits[: 1 + len(draft)].float()

@@ -90,7 +90,7 @@ class Speculator:
         able = self._able(sequences)
         if not able:
             return False
-        chances, limits, lengths, seconds = self._choose(kind, base, able)
+        chances, _, lengths, seconds = self._choose(kind, base, able)
         best = max((p for p, n in zip(chances, lengths, strict=True) if n), default=0.0)
         tokens = base + sum(p * (1 - p**n) / (1 - p) for p, n in zip(chances, lengths, strict=True))
         took, plain = seconds(sum(lengths), max(lengths)), seconds(0, 0)
