@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import quantized_copy, write_tiny_model
-from emulated_cuda import emulate
+from emulated_cuda import EmulatedExecutor, emulate
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from known_drafts import ALWAYS, draft_known
@@ -25,8 +25,10 @@ from crelle.engine.sampling.grammar import GrammarSpec, one_of
 from crelle.engine.sampling.sampler import Sampler, Sampling, likeliest
 from crelle.engine.sampling.stop_filter import StopFilter
 from crelle.engine.sampling.verify import Verified, accept, sample_drafts
+from crelle.engine.scheduler import Step
 from crelle.errors import NumericsError, SchemeError, UnsupportedError
 from crelle.kernels.cuda.executor import CudaExecutor
+from crelle.kernels.cuda.step.graph_inputs import bucket_of
 from crelle.kernels.threads import set_threads
 
 REPEATS = "one two three one two three one two"
@@ -325,3 +327,32 @@ def test_acceptance_by_the_device_is_that_of_the_samplers(vocabulary: int, data:
         found.append(type(tokens) if isinstance(tokens, BaseException) else [t.token for t in tokens])
     best = likeliest(logits)
     assert found[0] == found[1] == (accept(best, draft, end, room) or NumericsError)
+
+
+def test_a_step_that_captured_graphs_is_no_measurement(nested: LLM, monkeypatch: Any) -> None:
+    """Also where it was only started and its tokens come in the next step; and all that verify are captured first."""
+    emulate(monkeypatch)
+    engine = engines(nested, ALWAYS)
+    graphs, verifying, usual = list[tuple[int, bool]](), list[int](), list[bool]()
+    graph, note = EmulatedExecutor.graph, engine.speculator.note
+
+    def made(self: EmulatedExecutor, rows: int, verifies: bool = False) -> Any:
+        graphs.append((bucket_of(rows), verifies))
+        return graph(self, rows, verifies)
+
+    def noted(step: Step, accepted: Any, seconds: float | None, overlaps: bool | None = None) -> None:
+        usual.append(seconds is not None)
+        if step.drafted:
+            verifying.append(len(set(graphs)))
+        note(step, accepted, seconds, overlaps)
+
+    monkeypatch.setattr(EmulatedExecutor, "captures", property(lambda self: len(set(graphs))), raising=False)
+    monkeypatch.setattr(EmulatedExecutor, "graph", made)
+    monkeypatch.setattr(engine.speculator, "note", noted)
+    handle = engine.add(REPEATS, LONG, ignore_end=True)
+    engine.run()
+    assert handle.outputs[0].error is None
+    assert {(b, True) for b in (2, 4, 8, 16)} <= set(graphs)
+    assert len(set(verifying)) == 1  # no graph was captured once tokens were verified
+    assert not usual[0]  # that of the prompt, before which graphs were captured
+    assert all(usual[1:])
