@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from crelle.bench.load.simulated_acceptance import simulate_acceptance
 from crelle.bench.load.trace import Prompts
+from crelle.engine.compile_ahead import compile_kernels
 from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
 from crelle.engine.sampling.sampler import Sampling
@@ -131,7 +132,9 @@ def measure(
     if acceptance is not None:
         simulate_acceptance(engines[speculate], acceptance)
     given = prompts(llm, kind, clients * (rounds + 1), prompt)
+    sizes = {len(ids) for ids in given} | {sum(map(len, given[:clients])), engines["off"].plan.budget}
     for engine in engines.values():
+        compile_kernels(engine, range(1, clients + 1), {min(n, engine.plan.budget) for n in sizes})
         _run(engine, given[:clients], tokens)
     start = {how: engine.stats for how, engine in engines.items()}
     ratios, decoded, equal = list[float](), 0, 0
