@@ -341,6 +341,12 @@ class Engine:
             self._hand_on(known)
         return worked or bool(step)
 
+    @property
+    def _captures(self) -> int:
+        """How many graphs there are, those of a draft model included."""
+        draft = self.speculator.draft
+        return self.runner.captures + (0 if draft is None else draft.captures)
+
     def _looks(self, step: Step) -> bool:
         """Whether the step after one that was started may have drafts, for which the tokens of this one are needed."""
         if not self.speculator.guesses(len(step.samples)):
@@ -363,7 +369,7 @@ class Engine:
 
     def _run(self, step: Step, before: _Ahead | None, known: _Known) -> None:
         """Start a step and end the one before it; or end that one first and then run this one."""
-        started, captures = None, self.runner.captures
+        started, captures = None, self._captures
         try:
             with self.llm.lock:
                 if self.speculator.guesses(len(step.samples)):
@@ -381,7 +387,7 @@ class Engine:
         if before:
             self._resolve(before)
         if started is not None:
-            self._ahead = _Ahead(step, started, before is not None, captures != self.runner.captures)
+            self._ahead = _Ahead(step, started, before is not None, captures != self._captures)
             return
         if before or known:
             self._hand_on(known)
@@ -400,7 +406,7 @@ class Engine:
         if step:
             self._faults.failed_runs = 0
         accepted = {s: len(tokens) - 1 for s, tokens in zip(step.samples, sampled, strict=True) if len(tokens) > 1}
-        self._ended(step, accepted, usual=captures == self.runner.captures)
+        self._ended(step, accepted, usual=captures == self._captures)
         with self._lock:
             self.scheduler.update(step, [tokens[-1].token for tokens in sampled], accepted)
         for s, tokens in zip(step.samples, sampled, strict=True):

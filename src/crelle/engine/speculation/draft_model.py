@@ -92,9 +92,9 @@ class DraftModel:
                 self._run([self._chunk(s, ids, known, False)])
         if not ready:
             return {}
-        begun, captures = perf_counter(), self._captures
+        begun, captures = perf_counter(), self.captures
         guessed = self._continue(chunks, [wanted[s] for s in ready])
-        if all(len(chunk.ids) <= _FEW for chunk in chunks) and captures == self._captures:
+        if all(len(chunk.ids) <= _FEW for chunk in chunks) and captures == self.captures:
             each = (perf_counter() - begun) / max(wanted[s] for s in ready)
             self._seconds = each if self._seconds is None else 0.8 * self._seconds + 0.2 * each
         found = dict[Sequence, list[int]]()
@@ -119,7 +119,8 @@ class DraftModel:
         return found
 
     @property
-    def _captures(self) -> int:
+    def captures(self) -> int:
+        """How many graphs there are."""
         return self._executor.captures if isinstance(self._executor, CudaExecutor) else 0
 
     def _known(self, s: Sequence) -> int:
