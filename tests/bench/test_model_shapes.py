@@ -45,6 +45,7 @@ SCHEMES = {  # scheme: bits per weight at K = 1024
 }
 PARAMETERS = {  # as the papers say, in billions
     "smollm2-135m": 0.1345,
+    "llama-160m": 0.1624,
     "llama2-7b": 6.74,
     "llama2-13b": 13.0,
     "llama-30b": 32.5,

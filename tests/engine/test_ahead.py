@@ -69,7 +69,7 @@ class Late(ModelRunner):
         for s in unknown:
             s.ids[-1] = UNKNOWN
         tokens = logits.argmax(-1).tolist()
-        self.drawn = dict(zip(step.samples, tokens, strict=True))
+        self.drawn = {} if step.drafted else dict(zip(step.samples, tokens, strict=True))
         self.started += 1
         return Told(tokens, RuntimeError("the device is lost") if self.failing == "tokens" else None)
 

@@ -11,6 +11,7 @@ from crelle import LLM, Sampling
 from crelle.bench.load.model_sources import random_llm
 from crelle.engine.async_engine import AsyncEngine
 from crelle.engine.engine import Engine
+from crelle.engine.speculation.draft_model import Draft
 from crelle.formats.kv.pages import KVFormat
 from crelle.kernels import cuda
 
@@ -56,13 +57,40 @@ def test_greedy_texts_are_the_same_alone_and_in_any_batch(scheme: str, kv: str, 
         for _ in range(i % 3):
             engine.step()
     engine.run()
-    if speculate == "off":
-        assert started == engine.stats.steps
-    else:
-        assert engine.stats.tokens_drafted > 0
+    assert started == engine.stats.steps
+    assert (engine.stats.tokens_drafted > 0) == (speculate != "off")
     assert sum(handle.outputs[0].preemptions for handle in handles) > 0
     for i, (prompt, handle) in enumerate(zip(asked, handles, strict=True)):
         assert handle.outputs[0].completion.tokens == alone(model, prompt, 64 + i % 3, kv=kv)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_draft_model_that_is_the_model_is_mostly_right(batch: int) -> None:
+    """Its guesses stay on the device, four a step; answers are those without, and nearly all guesses are them."""
+    model = random_llm("smollm2-135m", "rtn:bits=4,group=64", torch.device("cuda"), layers=3)
+    model.draft = Draft(model.model, "itself")
+    engine = Engine(model, pages=64, max_batch=4, batch_invariant=True, speculate="draft:tokens=4,adaptive=false")
+    asked = prompts(batch)
+    handles = [engine.add(prompt, Sampling(max_tokens=40 + 9 * i), ignore_end=True) for i, prompt in enumerate(asked)]
+    engine.run()
+    for i, (prompt, handle) in enumerate(zip(asked, handles, strict=True)):
+        assert handle.outputs[0].completion.tokens == alone(model, prompt, 40 + 9 * i)
+    assert engine.stats.tokens_accepted > 0.6 * engine.stats.tokens_drafted > 0
+
+
+def test_graphs_that_verify_are_captured_and_timed_before_the_first_request() -> None:
+    model = llm("rtn:bits=4,group=64")
+    engine = Engine(model, pages=64, max_batch=4, batch_invariant=True, speculate="ngram:adaptive=false")
+    engine.warm_up()
+    executor = engine.runner.cuda_executor(None)
+    assert executor is not None
+    assert set(executor.prepare_verification(16)) == {0, 2, 4, 8, 16}
+    assert all(0 < seconds < 0.01 for seconds in executor.prepare_verification(16).values())
+    captures = executor.captures
+    engine.add([1, 2, 3] * 9, Sampling(max_tokens=40), ignore_end=True)
+    engine.run()
+    assert engine.stats.tokens_accepted > 0
+    assert executor.captures == captures
 
 
 def test_who_samples_is_waited_for_and_changes_nobody_else() -> None:

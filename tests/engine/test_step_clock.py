@@ -11,13 +11,14 @@ from crelle.engine.stats import StepClock
 
 
 def test_a_second_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that were started ahead overlap: each counts from the end of the one before."""
-    clock, now = StepClock(), iter([3.0, 5.0, 11.0])
+    """Each step counts from the end of the one before, but for the time between two calls."""
+    clock, now = StepClock(), iter([1.0, 3.0, 4.0, 10.0, 12.0, 13.0])
     monkeypatch.setattr(stats, "perf_counter", lambda: next(now))
-    clock.ended(prefills=True, begun=1.0)
-    clock.ended(prefills=False, begun=2.0)  # which was started while the first one ran
-    clock.ended(prefills=False, begun=10.0)  # after a pause
-    assert (clock.prefill, clock.decode) == (2.0, 2.0 + 1.0)
+    with clock.running():
+        assert clock.ended(prefills=True) == 2.0
+    with clock.running():  # after a pause
+        assert clock.ended(prefills=False) == (4.0 - 3.0) + (12.0 - 10.0)
+    assert (clock.prefill, clock.decode) == (2.0, 3.0)
 
 
 def test_an_engine_tells_prompts_from_decoding(tiny_model: object) -> None:

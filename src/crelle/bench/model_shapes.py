@@ -116,11 +116,12 @@ def _gemma3(width: int, layers: int, heads: int, kv_heads: int, inner: int, **ot
 
 
 # Sizes as published: arXiv 2302.13971 (LLaMA), 2307.09288 (Llama 2), 2407.21783 (Llama 3), 2205.01068 (OPT),
-# 2503.19786 (Gemma 3), and the model cards of GPT-2, Llama 3.2 and SmolLM2.
+# 2503.19786 (Gemma 3), 2305.09781 (LLaMA-160M, a draft model), and the model cards of GPT-2, Llama 3.2 and SmolLM2.
 SHAPES: Mapping[str, dict[str, Any]] = {
     "smollm2-135m": llama_config(
         576, 30, 9, 1536, kv_heads=3, vocabulary=49152, context=8192, theta=100000.0, tied=True
     ),
+    "llama-160m": llama_config(768, 12, 12, 3072, context=2048, eps=1e-6),
     "llama3.2-1b": llama_config(
         2048, 16, 32, 8192, kv_heads=8, vocabulary=128256, context=131072, theta=500000.0, tied=True
     ),

@@ -13,7 +13,9 @@ import torch
 
 from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
+from crelle.engine.speculation.speculator import ROWS
 from crelle.kernels.cuda import jit
+from crelle.kernels.cuda.executor import CudaExecutor
 from crelle.kernels.cuda.launch import recording
 from crelle.kernels.cuda.runtime import autotune
 from crelle.models.cache import CENTER_SAMPLE
@@ -51,9 +53,12 @@ def compile_kernels(
     jit.compile_all(sorted(whole), progress=progress)
     if (executor := engine.runner.cuda_executor(None)) is None:
         return len(whole), perf_counter() - begun
-    rows = set(sequences)
+    guesses = engine.speculator.settings.method != "off"
+    rows = {*sequences, *(range(1, ROWS + 1) if guesses else ())}
     autotune.tune(executor, rows)  # first: it may choose other kernels
     found = executor.kernels(rows, set(prompts)) - whole
+    if engine.speculator.draft is not None and isinstance(drafts := engine.speculator.draft.executor, CudaExecutor):
+        found |= drafts.kernels(range(1, ROWS + 1), set(prompts)) - whole
     jit.compile_all(sorted(found), progress=progress)
     return len(whole) + len(found), perf_counter() - begun
 

@@ -9,7 +9,9 @@ A step is: the scheduler chooses (under a lock), the runner computes (without it
 sequence samples its token with its own sampler, the scheduler takes note. On a GPU, as long as all sample greedily, the
 next step is chosen and started before the tokens of the last one are here (`Scheduler`, "Ahead"): the device never
 waits for Python. Where tokens are guessed (crelle.engine.speculation), a step verifies several of a sequence: its
-sampler takes a token from the logits of each in turn, as long as it takes what was guessed.
+sampler takes a token from the logits of each in turn, as long as it takes what was guessed. Such a step needs the
+tokens of the last one. If all sample greedily, it is started as well, its tokens come from the device at once, and what
+they mean as text is worked out while the next step runs.
 
 Whatever is thrown, BaseException included, every sequence gets exactly one last event and no page is lost:
 
@@ -32,9 +34,8 @@ LLM.generate may work on one LLM at once: a step holds `LLM.lock`.
 
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Lock, RLock, Thread
-from time import perf_counter
 
 from torch import Tensor
 
@@ -52,7 +53,7 @@ from crelle.engine.requests.sequence import Reason, Request, Sequence
 from crelle.engine.sampling.grammar import GrammarSpec
 from crelle.engine.sampling.sampler import Sampler, Sampling, not_finite
 from crelle.engine.sampling.stop_filter import StopFilter
-from crelle.engine.sampling.verify import SampledToken, Verified, sample_drafts
+from crelle.engine.sampling.verify import SampledToken, Verified, accept, sample_drafts
 from crelle.engine.scheduler import UNKNOWN, Scheduler, Step
 from crelle.engine.speculation.draft_model import DraftModel
 from crelle.engine.speculation.settings import Speculation, chosen_speculation
@@ -65,7 +66,18 @@ from crelle.kernels.cuda.step.graph_inputs import PendingTokens
 
 __all__ = ["MAX_LOGPROBS", "Engine", "Handle", "Stats"]
 
-_Ahead = tuple[Step, PendingTokens, float]  # and when it was started
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A step that was started."""
+
+    step: Step
+    pending: PendingTokens  # a token for each sequence that samples, and one after each token of its draft
+    overlaps: bool  # it was started before the tokens of the one before it were known
+    captured: bool  # graphs were captured to start it
+
+
+_Known = list[tuple[Sequence, list[int]]]  # tokens that sequences have, but that are not text yet
 
 
 class Engine:
@@ -121,7 +133,9 @@ class Engine:
         try:
             self.runner = ModelRunner(llm, self.kv, self.plan.pages, batch_invariant=invariant)
             sizes = llm.model.spec.vocabulary, self.plan.pages, self.kv.page
-            drafts = None if draft is None else DraftModel(draft, *sizes, batch_invariant=invariant)
+            # A GPU's draft model runs as fast as it can: answers do not depend on its bits.
+            bits_matter = invariant and llm.model.device.type == "cpu"
+            drafts = None if draft is None else DraftModel(draft, *sizes, batch_invariant=bits_matter)
         except (RuntimeError, MemoryError) as e:
             if not out_of_memory(e):
                 raise
@@ -231,6 +245,13 @@ class Engine:
                 f"the queue is full: {waiting} requests are waiting (limit {self.queue_limit}); try again later"
             )
 
+    def warm_up(self) -> None:
+        """Capture what decoding a sequence launches on a GPU, drafts included, so that no request waits for it."""
+        with self._stepping, self.llm.lock:
+            if (executor := self.runner.cuda_executor(None)) is not None:
+                executor.graph(1)
+                self.speculator.prepare(None, executor)
+
     def reserve(self, pages: int) -> None:
         """Let the cache grow to so many pages, within `max_pages`, unless it has them."""
         with self._stepping:
@@ -267,7 +288,7 @@ class Engine:
 
         Where tokens can be taken on the GPU, the step is only started, and the one before it is handed out meanwhile.
         """
-        with self._stepping:
+        with self._stepping, self._clock.running():
             worked = self.stopped is None and self._guarded()
             leave, self._faults.quit = self._faults.quit, None
         if leave is not None:
@@ -296,24 +317,44 @@ class Engine:
 
     def _advance(self) -> bool:
         before, self._ahead = self._ahead, None
-        worked = before is not None
-        with self._lock:
-            if before:
-                self.scheduler.update(before[0], [UNKNOWN] * len(before[0].samples))
-            missing = self.scheduler.missing_pages() if self.blocks.pages < self.blocks.max_pages else 0
-        if before and (missing or self.speculator.looks(len(self.scheduler.running))):
-            self._resolve(*before)  # its tokens lie with an executor that does not outlive the old pages
-            before = None
-        if missing:
-            self._grow(max(missing, self.blocks.pages))  # twice as many: copied once for each token at most
-        with self._lock:
-            step = self.scheduler.schedule()
-        if step:
-            self._count(step)
-            self._run(step, before)
-        elif before:
-            self._resolve(*before)
+        worked, known = before is not None, _Known()
+        if before and (before.step.drafted or self._looks(before.step)):
+            known, before = self._settle(before), None
+        try:
+            with self._lock:
+                if before:
+                    self.scheduler.update(before.step, [UNKNOWN] * len(before.step.samples))
+                missing = self.scheduler.missing_pages() if self.blocks.pages < self.blocks.max_pages else 0
+            if before and missing:
+                self._resolve(before)  # its tokens lie with an executor that does not outlive the old pages
+                before = None
+            if missing:
+                self._grow(max(missing, self.blocks.pages))  # twice as many: copied once for each token at most
+            with self._lock:
+                step = self.scheduler.schedule()
+            if step:
+                self._count(step)
+                self._run(step, before, known)
+            elif before:
+                self._resolve(before)
+        finally:
+            self._hand_on(known)
         return worked or bool(step)
+
+    @property
+    def _captures(self) -> int:
+        """How many graphs there are, those of a draft model included."""
+        draft = self.speculator.draft
+        return self.runner.captures + (0 if draft is None else draft.captures)
+
+    def _looks(self, step: Step) -> bool:
+        """Whether the step after one that was started may have drafts, for which the tokens of this one are needed."""
+        if not self.speculator.guesses(len(step.samples)):
+            return False
+        others = set(self.scheduler.running).difference(step.samples)
+        if any(s.precision == step.precision for s in others):  # a prompt: no drafts beside it
+            return False
+        return self.speculator.looks(step.samples)
 
     def _grow(self, more: int) -> None:
         if (more := min(more, self.blocks.max_pages - self.blocks.pages)) < 1:
@@ -326,26 +367,33 @@ class Engine:
             self.blocks.grow_pool(more)
             self.plan = replace(self.plan, pages=self.blocks.pages)
 
-    def _run(self, step: Step, before: "_Ahead | None") -> None:
+    def _run(self, step: Step, before: _Ahead | None, known: _Known) -> None:
         """Start a step and end the one before it; or end that one first and then run this one."""
-        begun = perf_counter()
+        started, captures = None, self._captures
         try:
             with self.llm.lock:
-                started = self.runner.start(step) if self._starts(step) else None
+                if self.speculator.guesses(len(step.samples)):
+                    self.speculator.prepare(step.precision, self.runner.executor(step.precision))
+                if self._starts(step):
+                    drafts = self.speculator.fill(step)
+                    step = self.scheduler.propose(drafts) if drafts else step
+                    started = self.runner.start(step)
         except BaseException as e:
             if before:
-                self._resolve(*before)
+                self._resolve(before)
+            self._hand_on(known)
             self._abort(step, e)
             return
         if before:
-            self._resolve(*before)
+            self._resolve(before)
         if started is not None:
-            self._ahead = step, started, begun
+            self._ahead = _Ahead(step, started, before is not None, captures != self._captures)
             return
-        if before:
+        if before or known:
+            self._hand_on(known)
+            self._reap()
             with self._lock:
                 step = self.scheduler.trim()
-        captures = self.runner.captures
         try:
             with self.llm.lock:
                 drafts = self.speculator.fill(step)
@@ -358,7 +406,7 @@ class Engine:
         if step:
             self._faults.failed_runs = 0
         accepted = {s: len(tokens) - 1 for s, tokens in zip(step.samples, sampled, strict=True) if len(tokens) > 1}
-        self._ended(step, accepted, begun, usual=captures == self.runner.captures)
+        self._ended(step, accepted, usual=captures == self._captures)
         with self._lock:
             self.scheduler.update(step, [tokens[-1].token for tokens in sampled], accepted)
         for s, tokens in zip(step.samples, sampled, strict=True):
@@ -368,30 +416,72 @@ class Engine:
             except BaseException as e:
                 self._doom(s, "error", e)
 
-    def _ended(self, step: Step, accepted: Mapping[Sequence, int], begun: float, *, usual: bool = True) -> None:
-        """Count a step that ended; usual: its time is that of others, no graph was captured."""
-        seconds = self._clock.ended(step.prefills, begun)
-        self.speculator.note(step, accepted, seconds if usual else None)
+    def _ended(
+        self, step: Step, accepted: Mapping[Sequence, int], *, usual: bool, overlaps: bool | None = None
+    ) -> None:
+        """Count a step that ended; usual: its time is that of others, no graph was captured.
+
+        overlaps: of one that was started, whether that was before the tokens of the last one were known.
+        """
+        seconds = self._clock.ended(step.prefills)
+        self.speculator.note(step, accepted, seconds if usual else None, overlaps)
         right = sum(accepted.values())
         for name, by in {"run": step.drafted, "sampled": right, "drafted": step.drafted, "accepted": right}.items():
             self._counts[name] += by
 
     def _starts(self, step: Step) -> bool:
-        """Whether all sequences of a step sample greedily and none has a draft, and the device can."""
-        fast = all(self._active[s][1].fast for s in step.samples) and not step.scored
-        return fast and not any(chunk.lookahead for chunk in step.chunks) and self.runner.starts(step)
+        """Whether all sequences of a step sample greedily, and the device can."""
+        return all(self._active[s][1].fast for s in step.samples) and not step.scored and self.runner.starts(step)
 
-    def _resolve(self, step: Step, started: PendingTokens, begun: float) -> None:
-        """Wait for the tokens of a step that was started, and hand them on; a negative one: logits not finite."""
-        lost: BaseException | None = None
+    def _settle(self, ahead: _Ahead) -> _Known:
+        """Wait for the tokens of a step that was started, and end it with them; return them."""
+        step, known, accepted, sampled = ahead.step, _Known(), dict[Sequence, int](), list[int]()
         try:
             with self.llm.lock:
-                tokens = started.tokens()
+                tokens = ahead.pending.tokens()
+        except BaseException as e:
+            self._abort(step, e)
+            return known
+        self._faults.failed_runs = 0
+        for chunk, s in ((c, s) for c in step.chunks for s in c.samples):
+            own, tokens = tokens[: 1 + len(chunk.draft)], tokens[1 + len(chunk.draft) :]
+            found = accept(own, chunk.draft, s.request.end_ids, s.limit - len(s.ids))
+            sampled.append(found[-1] if found else 0)
+            if s.finished:  # a step before, and has been handed out: the tokens are not used
+                self._counts["sampled"] -= 1
+            elif found:
+                accepted[s] = len(found) - 1
+                known.append((s, found))
+            else:
+                self._doom(s, "error", not_finite(len(s.ids)))
+        self._ended(step, accepted, usual=not ahead.captured, overlaps=ahead.overlaps)
+        with self._lock:
+            self.scheduler.update(step, sampled, accepted)
+        return known
+
+    def _hand_on(self, known: _Known) -> None:
+        """Make text of tokens that are known, and forget them here."""
+        while known:
+            s, tokens = known.pop(0)
+            try:
+                for i, token in enumerate(tokens, 1):
+                    state = self._active[s][1]
+                    token = state.sample(_not_looked_at, s.ids, token)
+                    self._push(s, SampledToken(token, state.pending), last=i == len(tokens))
+            except BaseException as e:
+                self._doom(s, "error", e)
+
+    def _resolve(self, ahead: _Ahead) -> None:
+        """Wait for the tokens of a step whose end the scheduler knows, and hand them on; negative: not finite."""
+        step, lost = ahead.step, None
+        try:
+            with self.llm.lock:
+                tokens = ahead.pending.tokens()
             self._faults.failed_runs = 0
         except BaseException as e:
             tokens, lost = [UNKNOWN] * len(step.samples), e
             self._faults.run_failed(e)
-        self._ended(step, {}, begun)
+        self._ended(step, {}, usual=not ahead.captured and lost is None, overlaps=ahead.overlaps)
         for s, token in zip(step.samples, tokens, strict=True):
             try:
                 with self._lock:

@@ -87,16 +87,20 @@ class ModelRunner:
 
     def starts(self, step: Step) -> bool:
         """Whether `start` can run a step."""
-        return len(step.samples) <= MAX_SAMPLES and self.cuda_executor(step.precision) is not None
+        rows = len(step.samples) + sum(chunk.lookahead for chunk in step.chunks)
+        return rows <= MAX_SAMPLES and self.cuda_executor(step.precision) is not None
 
     @torch.inference_mode()
     def start(self, step: Step) -> PendingTokens:
-        """Return the likeliest token for each of `step.samples`, as soon as one asks for them."""
+        """Return the likeliest token of each row that `run` has logits of, as soon as one asks for them.
+
+        The next step may run on the tokens of one without drafts before they are here.
+        """
         executor = self.executor(step.precision)
         assert isinstance(executor, CudaExecutor)
         self._copy(step.copies)
         logits = _for_samples(executor.run(self._chunks(step)), step)
-        self._rows = dict(zip(step.samples, count()))
+        self._rows = {} if step.drafted else dict(zip(step.samples, count()))
         return executor.sample(logits)
 
     def _chunks(self, step: Step) -> list[Chunk]:

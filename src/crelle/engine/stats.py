@@ -1,5 +1,7 @@
 """What `Engine.stats` returns and the server's metrics show: queue and pages now, totals since the start."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -27,16 +29,28 @@ class Stats:
 
 
 class StepClock:
-    """How long steps ran, by kind. A step that was started while another ran counts from that one's end."""
+    """How long steps take, by kind: from the end of one to the end of the next, while the engine works.
+
+    All that happens between counts, as it bounds the tokens per second; what callers do between two calls does not.
+    """
 
     def __init__(self) -> None:
         self.prefill = self.decode = 0.0  # seconds
-        self._last = 0.0
+        self._passed, self._since = 0.0, 0.0  # of the step under way: before the last call, and when that began
 
-    def ended(self, prefills: bool, begun: float) -> float:
-        """Take note of the end of a step that was begun at a time of perf_counter; return its seconds."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the time within count."""
+        self._since = perf_counter()
+        try:
+            yield
+        finally:
+            self._passed += perf_counter() - self._since
+
+    def ended(self, prefills: bool) -> float:
+        """Take note of the end of a step; return its seconds."""
         now = perf_counter()
-        took, self._last = now - max(begun, self._last), now
+        took, self._passed, self._since = self._passed + now - self._since, 0.0, now
         if prefills:
             self.prefill += took
         else:

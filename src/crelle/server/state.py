@@ -75,11 +75,13 @@ class State:
         )
 
     def warm_up(self) -> None:
-        """Do now what the first requests would wait for: chat templates, every precision."""
+        """Do now what the first requests would wait for: chat templates, every precision, graphs that verify."""
         with suppress(CrelleError):  # no template, say: whoever wants to chat will be told
             self.llm.tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
         for bits in self.info.precisions:
             self.llm.at(bits)
+        if self.engine.speculator.settings.method != "off":
+            self.engine.warm_up()
 
     @property
     def why_unhealthy(self) -> str | None:

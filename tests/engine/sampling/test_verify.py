@@ -20,6 +20,7 @@ class State:
     def __init__(self, sampling: Sampling) -> None:
         self.sampler, self.grammar, self.pending = Sampler(sampling, CPU), None, None
         self.processed = self.sampler.processor is not None
+        self.fast = False  # position by position
 
     def sample(self, logits: Any, so_far: list[int], likeliest: int | None, processed: Any) -> int:
         return self.sampler.sample(logits(), so_far)

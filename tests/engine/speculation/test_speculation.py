@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import quantized_copy, write_tiny_model
-from emulated_cuda import emulate
+from emulated_cuda import EmulatedExecutor, emulate
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from known_drafts import ALWAYS, draft_known
@@ -17,10 +17,18 @@ from reference_single import GREEDY, TEXTS, alone, assert_all_as_alone, assert_e
 from sampled_cases import share_of
 
 from crelle import LLM
+from crelle.engine.block_manager import BlockManager
 from crelle.engine.engine import Engine, Handle
+from crelle.engine.requests.output import OutputState
+from crelle.engine.requests.sequence import Request, Sequence
 from crelle.engine.sampling.grammar import GrammarSpec, one_of
-from crelle.errors import SchemeError, UnsupportedError
+from crelle.engine.sampling.sampler import Sampler, Sampling, likeliest
+from crelle.engine.sampling.stop_filter import StopFilter
+from crelle.engine.sampling.verify import Verified, accept, sample_drafts
+from crelle.engine.scheduler import Step
+from crelle.errors import NumericsError, SchemeError, UnsupportedError
 from crelle.kernels.cuda.executor import CudaExecutor
+from crelle.kernels.cuda.step.graph_inputs import bucket_of
 from crelle.kernels.threads import set_threads
 
 REPEATS = "one two three one two three one two"
@@ -277,3 +285,74 @@ def test_defaults_speculate_only_where_tokens_stay_the_same(nested: LLM) -> None
     assert "may differ" in Engine(llm, pages=8, batch_invariant=False, speculate="ngram").speculation_reason
     assert Engine(nested, pages=8).speculator.settings.method == "draft"
     assert Engine(nested, pages=8, speculate="off").plan.page_bytes < Engine(nested, pages=8).plan.page_bytes
+
+
+def test_a_draft_model_on_a_gpu_guesses_without_waiting_and_guesses_the_same(nested: LLM, monkeypatch: Any) -> None:
+    """Its tokens stay on the device from step to step, also while sequences ask for different numbers of them."""
+    asked = [(text, replace(GREEDY, max_tokens=9 + 7 * i)) for i, text in enumerate((REPEATS, "Hello", "one two"))]
+    found = []
+    for where in ("cpu", "cuda"):
+        if where == "cuda":
+            emulate(monkeypatch)
+        engine = engines(nested, "draft:tokens=4,adaptive=false")
+        handles = [engine.add(text, sampling, ignore_end=True) for text, sampling in asked]
+        engine.run()
+        draft = engine.speculator.draft
+        assert draft is not None
+        assert isinstance(draft.executor, CudaExecutor) == (where == "cuda")
+        outputs = [h.outputs[0].completion for h in handles]
+        found.append([(done.tokens, done.drafted, done.accepted) for done in outputs])
+        assert engine.stats.tokens_accepted > 0
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("vocabulary", [2, 3])
+@settings(max_examples=share_of(100), deadline=None)
+@given(data=st.data())
+def test_acceptance_by_the_device_is_that_of_the_samplers(vocabulary: int, data: st.DataObject) -> None:
+    """The likeliest tokens of all rows at once say what samplers say row by row, NaN and ends included."""
+    draft = data.draw(st.lists(st.integers(0, vocabulary - 1), max_size=6))
+    logits = torch.tensor(data.draw(st.lists(st.permutations(range(vocabulary)), min_size=7, max_size=7)))
+    logits = logits[: 1 + len(draft)].float()
+    for row in data.draw(st.sets(st.integers(0, len(draft)), max_size=2)):
+        logits[row] = float("nan")
+    room, end = data.draw(st.integers(1, 8)), frozenset(data.draw(st.sets(st.integers(0, vocabulary), max_size=1)))
+    request = Request(prompt=(1,), sampling=Sampling(max_tokens=room), end_ids=end)
+    sequence = Sequence(request, 0, 1 + room, BlockManager(8, 4).table(None))
+    found = []
+    for top in (None, 0):  # a sequence whose log-probabilities are wanted is sampled position by position
+        state = OutputState(0, 1, Sampler(request.sampling, logits.device), StopFilter(None, ()), top)  # type: ignore[arg-type]
+        assert state.fast == (top is None)
+        (tokens,) = sample_drafts(logits, [Verified(sequence, state, draft)])
+        found.append(type(tokens) if isinstance(tokens, BaseException) else [t.token for t in tokens])
+    best = likeliest(logits)
+    assert found[0] == found[1] == (accept(best, draft, end, room) or NumericsError)
+
+
+def test_a_step_that_captured_graphs_is_no_measurement(nested: LLM, monkeypatch: Any) -> None:
+    """Also where it was only started and its tokens come in the next step; and all that verify are captured first."""
+    emulate(monkeypatch)
+    engine = engines(nested, ALWAYS)
+    graphs, verifying, usual = list[tuple[int, bool]](), list[int](), list[bool]()
+    graph, note = EmulatedExecutor.graph, engine.speculator.note
+
+    def made(self: EmulatedExecutor, rows: int, verifies: bool = False) -> Any:
+        graphs.append((bucket_of(rows), verifies))
+        return graph(self, rows, verifies)
+
+    def noted(step: Step, accepted: Any, seconds: float | None, overlaps: bool | None = None) -> None:
+        usual.append(seconds is not None)
+        if step.drafted:
+            verifying.append(len(set(graphs)))
+        note(step, accepted, seconds, overlaps)
+
+    monkeypatch.setattr(EmulatedExecutor, "captures", property(lambda self: len(set(graphs))), raising=False)
+    monkeypatch.setattr(EmulatedExecutor, "graph", made)
+    monkeypatch.setattr(engine.speculator, "note", noted)
+    handle = engine.add(REPEATS, LONG, ignore_end=True)
+    engine.run()
+    assert handle.outputs[0].error is None
+    assert {(b, True) for b in (2, 4, 8, 16)} <= set(graphs)
+    assert len(set(verifying)) == 1  # no graph was captured once tokens were verified
+    assert not usual[0]  # that of the prompt, before which graphs were captured
+    assert all(usual[1:])

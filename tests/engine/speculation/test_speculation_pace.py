@@ -1,7 +1,8 @@
 """How many tokens are guessed: as many as pay, by what was measured; and where they come from."""
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -174,6 +175,75 @@ def test_an_engine_is_never_much_slower_and_faster_where_guesses_are_right(
         assert rate > 1.5
     if right == 0.0:
         assert drafted < 40
+
+
+GRAPHS = {0: 0.8, 2: 0.85, 4: 0.9, 8: 0.95, 16: 1.0}  # seconds on the device; with what the host does, 0.3 more
+
+
+class StartedReplay:
+    """The engine's loop on a GPU: steps are started before the last one's tokens are known, unless those are needed."""
+
+    def __init__(self, answer: Callable[[int], int], graphs: dict[int, float] = GRAPHS) -> None:
+        self.answer, self.graphs, self.clock = answer, graphs, 0
+        self.speculator = Speculator(Speculation())
+        self.speculator._times.take_graphs(graphs)
+        self.scheduler = scheduler(pages=4000, budget=64, context=100_000)
+        self.scheduler.lookahead = self.speculator.lookahead
+        (self.sequence,) = self.scheduler.submit(request((1, 2), tokens=5000))
+        self.drafts = list[int]()
+
+    def run(self, tokens: int, odd: float = 1.0) -> float:
+        """Return the seconds of so many tokens; odd: how much longer each 50th step takes."""
+        s, seconds, end = self.sequence, 0.0, len(self.sequence.ids) + tokens
+        while len(s.ids) < end:
+            looks = self.speculator.looks([s])
+            room = self.speculator.lookahead
+            self.scheduler.lookahead = room if looks else lambda decoding: {}
+            step = self.scheduler.propose(self.speculator.fill(self.scheduler.schedule()))
+            right = dict[Text, int]()
+            for chunk in step.chunks:
+                true = [self.answer(len(s.ids) + j) for j in range(len(chunk.draft))]
+                right[s] = ([a == b for a, b in zip(true, chunk.draft, strict=True)] + [False]).index(False)
+                self.drafts.append(len(chunk.draft))
+            took = self.graphs[self.speculator._times.size(1 + step.drafted)] + 0.3 if looks else 1.0
+            self.clock += 1
+            took *= odd if self.clock % 50 == 0 else 1.0
+            self.speculator.note(step, right, took, overlaps=not looks)
+            self.scheduler.update(step, [self.answer(len(s.ids) + right[s])], right)
+            seconds += took
+        return seconds
+
+
+@pytest.mark.parametrize("odd", [1.0, 30.0])
+def test_copied_spans_get_long_drafts_on_a_gpu(odd: float) -> None:
+    """Tokens that repeat what stands 150 tokens before; now and then a step is interrupted."""
+    replay = StartedReplay(lambda at: mix(at % 150) % 1000)
+    replay.run(300)  # the first 150 repeat nothing
+    replay.drafts.clear()
+    seconds = replay.run(900)
+    assert sum(replay.drafts) / len(replay.drafts) >= 8
+    assert 900 / seconds > 4
+    replay.run(300, odd)
+    replay.drafts.clear()
+    replay.run(600)
+    assert sum(replay.drafts) / len(replay.drafts) >= 8
+
+
+def test_what_repeats_by_chance_keeps_a_gpu_busy() -> None:
+    """Pairs of tokens come again, and what follows them is another: hardly a step waits for the host."""
+    replay = StartedReplay(lambda at: 5 + random.Random(at).randrange(12))
+    replay.run(500)
+    replay.drafts.clear()
+    assert replay.run(1000) < 1000 * 1.03
+    assert sum(n > 0 for n in replay.drafts) < 40
+
+
+def test_a_graph_that_costs_too_much_is_never_run() -> None:
+    """Times that graphs took at the start hold from the first step on."""
+    replay = StartedReplay(lambda at: mix(at % 100) % 1000, {0: 0.8, 2: 8.0, 4: 9.0, 8: 10.0, 16: 40.0})
+    replay.run(1500)
+    assert max(replay.drafts) <= 7
+    assert len([n for n in replay.drafts if n]) < 300
 
 
 @settings(max_examples=60, deadline=None)

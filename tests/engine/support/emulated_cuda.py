@@ -19,6 +19,7 @@ from recorded_gpu import Event
 from torch import Tensor
 
 from crelle.engine import model_runner
+from crelle.engine.speculation import draft_model
 from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels.cuda.executor import CudaExecutor
 from crelle.kernels.cuda.step import embed_argmax
@@ -33,6 +34,9 @@ class _Graph:
 
     def __init__(self, executor: "EmulatedExecutor", bucket: int) -> None:
         self._executor, self._bucket = executor, bucket
+
+    def run_padding(self) -> None:
+        self._executor._inputs.fill([], self._bucket)
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         inputs, page = self._executor._inputs, self._executor.pages[0].format.page
@@ -88,7 +92,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
         centers = key_centers_of(model.key_centers if kv.centered else None, layers)
         return EmulatedExecutor(on_cpu, model, layers, centers, batch_invariant=batch_invariant)
 
-    monkeypatch.setattr(model_runner, "make_executor", make)
+    for module in (model_runner, draft_model):
+        monkeypatch.setattr(module, "make_executor", make)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(embed_argmax, "load", _load)

@@ -111,6 +111,9 @@ class PlayedRunner:
     def prefill_differs(self, bits: int | None) -> bool:
         return False
 
+    def executor(self, bits: int | None) -> None:
+        """No graphs are captured."""
+
     def starts(self, step: Step) -> bool:
         return self.ahead
 
@@ -121,7 +124,7 @@ class PlayedRunner:
         found = self.run(step).argmax(-1).tolist()
         for s in unknown:
             s.ids[-1] = UNKNOWN
-        self.sampled = dict(zip(step.samples, found, strict=True))
+        self.sampled = {} if step.drafted else dict(zip(step.samples, found, strict=True))
         return Told(found)
 
 

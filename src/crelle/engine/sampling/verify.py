@@ -10,6 +10,7 @@ probability that the sampler takes it.
 """
 
 from collections.abc import Sequence as List
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from crelle.engine.requests.output import OutputState, TokenLogprob
 from crelle.engine.requests.sequence import Sequence
 from crelle.engine.sampling.batch_sampler import sample_batch
+from crelle.engine.sampling.sampler import likeliest, not_finite
 
 
 class SampledToken(NamedTuple):
@@ -35,6 +37,22 @@ class Verified(NamedTuple):
     draft: List[int]
 
 
+def accept(best: List[int], draft: List[int], end_ids: frozenset[int], room: int) -> list[int]:
+    """Return the tokens that follow a sequence which samples greedily: guesses, as far as right, and one more.
+
+    best: the likeliest tokens after the last one and after each guess, below 0 where logits are not finite; room:
+    tokens to the sequence's end. Nothing, if the first one is not finite; after others that is left to the next step.
+    """
+    found = list[int]()
+    for i, token in enumerate(best):
+        if token < 0:
+            break
+        found.append(token)
+        if i >= len(draft) or token != draft[i] or token in end_ids or len(found) >= room:
+            break
+    return found
+
+
 def sample_drafts(logits: Tensor, rows: List[Verified]) -> list[list[SampledToken] | BaseException]:
     """Return for each sequence the tokens that follow it, all but the last of them as guessed; or why there is none."""
     first, starts = 0, list[int]()
@@ -43,6 +61,11 @@ def sample_drafts(logits: Tensor, rows: List[Verified]) -> list[list[SampledToke
         first += 1 + len(row.draft)
     found: list[list[SampledToken] | BaseException] = [[] for _ in rows]
     going, depth = list(range(len(rows))), 0
+    if first > len(rows) and (fast := [i for i in going if rows[i].state.fast]):
+        best = likeliest(logits)  # of all rows at once: on a GPU, one wait
+        for i in fast:
+            found[i] = _greedy(rows[i], best[starts[i] : starts[i] + 1 + len(rows[i].draft)])
+        going = [i for i in going if not rows[i].state.fast]
     while going:
         if depth == 0 and first == len(rows):
             picked = logits
@@ -59,6 +82,16 @@ def sample_drafts(logits: Tensor, rows: List[Verified]) -> list[list[SampledToke
         going = [i for i in going if _goes_on(rows[i], found[i], depth)]
         depth += 1
     return found
+
+
+def _greedy(row: Verified, best: List[int]) -> list[SampledToken] | BaseException:
+    """Return what `sample_drafts` does, for a sequence of which the likeliest tokens are all that is needed."""
+    s, state = row.sequence, row.state
+    tokens = accept(best, row.draft, s.request.end_ids, s.limit - len(s.ids))
+    if not tokens:
+        return not_finite(len(s.ids))
+    state.first = state.first or perf_counter()
+    return [SampledToken(token) for token in tokens]
 
 
 def _so_far(row: Verified, tokens: list[SampledToken] | BaseException) -> list[int]:

@@ -7,6 +7,7 @@ answers.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
 
@@ -18,11 +19,13 @@ from crelle.engine.requests.sequence import Sequence
 from crelle.engine.sampling.sampler import likeliest
 from crelle.engine.speculation.settings import MOST
 from crelle.formats.kv.pages import KVPages
+from crelle.kernels.cuda.executor import CudaExecutor
 from crelle.kernels.executor import Chunk, Executor
 from crelle.models.executors import make_executor, page_dtype
 from crelle.models.loader import Model
 
 CATCH_UP = 512  # tokens that it runs before a guess, at most: else none is made in that step
+_FEW = 8  # tokens that a GPU runs as rows of a decode step: those of an accepted draft that were not run yet
 _ASSUMED = 0.3  # of the target's time, for one token: until it is measured
 
 
@@ -76,32 +79,49 @@ class DraftModel:
     @torch.inference_mode()
     def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         """Guess that many tokens for each sequence, whose pages have room for them."""
-        chunks, room = list[Chunk](), CATCH_UP
+        chunks, ready, room = list[Chunk](), list[Sequence](), CATCH_UP
         for s in wanted:
             known = self._known(s)
             ids = s.ids[known : known + room]
             room -= len(ids)
-            if ids:
-                chunks.append(self._chunk(s, ids, known, known + len(ids) == len(s.ids)))
-                self._ran[s] = s.preemptions, known + len(ids), []
-        ready = [s for s in wanted if self._ran.get(s, (0, 0))[1] == len(s.ids)]
-        found: dict[Sequence, list[int]] = {s: [] for s in ready}
-        tokens, rounds, begun = self._run(chunks), 1, 0.0
-        while ready:
-            for s, token in zip(ready, tokens, strict=True):
-                if token >= 0:  # else logits are not finite
-                    found[s].append(token)
-            ready = [s for s in ready if rounds <= len(found[s]) < wanted[s]]
-            if ready:
-                begun = begun or perf_counter()
-                for s in ready:
-                    self._ran[s][2].append(found[s][-1])
-                tokens = self._run([self._chunk(s, found[s][-1:], len(s.ids) + rounds - 1, True) for s in ready])
-                rounds += 1
-        if rounds > 1:
-            each = (perf_counter() - begun) / (rounds - 1)
+            self._ran[s] = s.preemptions, known + len(ids), []
+            if known + len(ids) == len(s.ids):
+                ready.append(s)
+                chunks.append(self._chunk(s, ids, known, True))
+            elif ids:
+                self._run([self._chunk(s, ids, known, False)])
+        if not ready:
+            return {}
+        begun, captures = perf_counter(), self.captures
+        guessed = self._continue(chunks, [wanted[s] for s in ready])
+        if all(len(chunk.ids) <= _FEW for chunk in chunks) and captures == self.captures:
+            each = (perf_counter() - begun) / max(wanted[s] for s in ready)
             self._seconds = each if self._seconds is None else 0.8 * self._seconds + 0.2 * each
+        found = dict[Sequence, list[int]]()
+        for s, tokens in zip(ready, guessed, strict=True):
+            finite = next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocabulary), len(tokens))
+            found[s] = tokens[:finite]
+            self._ran[s] = s.preemptions, len(s.ids), tokens[: len(tokens) - 1]
         return found
+
+    def _continue(self, chunks: list[Chunk], counts: list[int]) -> list[list[int]]:
+        """Return so many likeliest tokens after each chunk, below 0 where logits are not finite."""
+        executor = self.executor
+        if isinstance(executor, CudaExecutor):
+            return executor.continue_greedily(chunks, counts)
+        found, going, tokens = [list[int]() for _ in chunks], list(range(len(chunks))), self._run(chunks)
+        while going:
+            for i, token in zip(going, tokens, strict=True):
+                found[i].append(token)
+            going = [i for i in going if len(found[i]) < counts[i] and found[i][-1] >= 0]
+            at = [chunks[i].end + len(found[i]) - 1 for i in going]
+            tokens = self._run([replace(chunks[i], ids=found[i][-1:], start=n) for i, n in zip(going, at, strict=True)])
+        return found
+
+    @property
+    def captures(self) -> int:
+        """How many graphs there are."""
+        return self._executor.captures if isinstance(self._executor, CudaExecutor) else 0
 
     def _known(self, s: Sequence) -> int:
         """Return how many of a sequence's tokens have been run, all but the last one at most."""
@@ -112,14 +132,19 @@ class DraftModel:
         return min(before + same, len(s.ids) - 1)
 
     def _chunk(self, s: Sequence, ids: list[int], start: int, wanted: bool) -> Chunk:
+        """Return tokens to run; a few that a GPU runs as rows of a decode graph, which has all of their logits."""
+        if wanted and 1 < len(ids) <= _FEW and isinstance(self.executor, CudaExecutor):
+            return Chunk(ids, start, s.table.pages, True, prompt=0, scored=True)
         return Chunk(ids, start, s.table.pages, wanted, prompt=len(s.request.prompt))
 
-    def _run(self, chunks: list[Chunk]) -> list[int]:
-        """Return the likeliest token after each chunk of which it is wanted."""
-        if not chunks:
-            return []
+    @property
+    def executor(self) -> Executor:
         if self._executor is None:
             self._executor = make_executor(
                 self.draft.model, self.layers, self._kv, batch_invariant=self._batch_invariant
             )
-        return likeliest(self._executor.run(chunks)[:, : self._vocabulary])
+        return self._executor
+
+    def _run(self, chunks: list[Chunk]) -> list[int]:
+        """Return the likeliest token after each chunk of which it is wanted."""
+        return likeliest(self.executor.run(chunks)[:, : self._vocabulary]) if chunks else []

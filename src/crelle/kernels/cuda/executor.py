@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from crelle.kernels.cuda.attention.paged_attention import PagedTileConfig
     from crelle.kernels.cuda.planes.gemm import PackedX
 
+_REPLAYS = 8  # of a graph that is timed
 _HEAD_KERNELS = 5  # rows up to which a dense head has a kernel for each number of them (dispatch.py), and one more
 Attend = Callable[[int, StepLayer, Tensor], "Tensor | PackedX"]
 
@@ -145,6 +146,41 @@ class CudaExecutor:
             found = self._inputs.argmax(logits.contiguous())
             self._turn ^= 1
             return PendingTokens(found, self._inputs.sampled[self._turn])
+
+    @torch.inference_mode()
+    def continue_greedily(self, chunks: Sequence[Chunk], counts: Sequence[int]) -> list[list[int]]:
+        """Store the tokens of chunks, then the likeliest next ones; return `counts` of them for each chunk.
+
+        Each token stays on the device as the next step's input; the host waits once. Below 0: logits not finite.
+        """
+        found = torch.full((max(counts), len(chunks)), -1, dtype=torch.int64, device=self.model.device)
+        with self.lock:
+            last = torch.tensor([c.rows for c in chunks]).cumsum(0) - 1
+            logits = self.run(chunks)
+            picked = logits if len(logits) == len(chunks) else logits[self._to_device(last.tolist())]
+            found[0] = self._inputs.argmax(picked.contiguous())
+            going = list(range(len(chunks)))  # in the order of the tokens sampled last
+            for i in range(1, len(found)):
+                source = {c: row for row, c in enumerate(going)}
+                going = [c for c in going if counts[c] > i]
+                ends = [Chunk([0], chunks[c].end + i - 1, chunks[c].pages, True, source[c]) for c in going]
+                made = self._inputs.argmax(self.graph(len(going)).run(ends))
+                if len(going) == len(chunks):
+                    found[i] = made
+                else:
+                    found[i, self._to_device(going)] = made
+            rows = found.T.tolist()
+        return [tokens[:n] for tokens, n in zip(rows, counts, strict=True)]
+
+    @torch.inference_mode()
+    def prepare_verification(self, most: int) -> dict[int, float]:
+        """Capture the graphs that verify up to so many rows; return the seconds of each, and under 0 those of one row.
+
+        They run over padding: products take as long as ever, and attention no time.
+        """
+        with self.lock:
+            graphs = {0: self.graph(1)} | {b: self.graph(b, True) for b in BUCKETS if 1 < b <= bucket_of(most)}
+            return {rows: _graph_seconds(graph) for rows, graph in graphs.items()}
 
     def _to_device(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return values on the device, without waiting for what it has under way."""
@@ -399,7 +435,20 @@ class CudaExecutor:
 
 def _single(chunk: Chunk) -> list[Chunk]:
     """Return the tokens of a chunk as chunks of one token, each of which is wanted."""
-    return [replace(chunk, ids=[t], start=chunk.start + j, scored=False) for j, t in enumerate(chunk.ids)]
+    prompt, pages = chunk.prompt, chunk.pages
+    return [Chunk([t], at, pages, True, prompt=prompt) for at, t in enumerate(chunk.ids, chunk.start)]
+
+
+def _graph_seconds(graph: "_Graph") -> float:
+    """Return the time of a replay over padding, on the device; the first two warm up."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    for i in range(_REPLAYS + 2):
+        if i == 2:
+            begin.record()
+        graph.run_padding()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / _REPLAYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,6 +488,11 @@ class _Graph:
 
     def replay(self) -> None:
         """Run on what the buffers hold."""
+        self._graph.replay()
+
+    def run_padding(self) -> None:
+        """Run on no sequence at all."""
+        self._inputs.fill([], self.bucket)
         self._graph.replay()
 
     @property

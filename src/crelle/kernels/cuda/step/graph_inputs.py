@@ -1,6 +1,7 @@
 """What the graphs of executor.py read and write, on the device and on the host: token ids, positions, page tables."""
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -37,16 +38,22 @@ class GraphInputs:
     """What the graphs of all buckets read, on the device and as it is filled on the host."""
 
     def __init__(self, rows: int, width: int, vocabulary: int, device: torch.device) -> None:
-        def both(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-            return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype).pin_memory()
+        # One buffer on each side, so that a step's inputs are one copy: ids, token sources, positions, page tables.
+        self._table_at, i64, i32 = rows * (8 + 8 + 4 + 4), torch.int64, torch.int32
+        self._device = torch.zeros(self._table_at + 4 * rows * width, dtype=torch.uint8, device=device)
+        self._host = torch.zeros_like(self._device, device="cpu").pin_memory()
 
-        self.ids, self._ids = both(rows, dtype=torch.int64)
-        self.token_source, self._token_source = both(rows, dtype=torch.int64)
+        def both(at: int, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            part = slice(at, at + prod(shape) * dtype.itemsize)
+            return tuple(t[part].view(dtype).view(shape) for t in (self._device, self._host))  # type: ignore[return-value]
+
+        self.ids, self._ids = both(0, rows, dtype=i64)
+        self.token_source, self._token_source = both(8 * rows, rows, dtype=i64)
+        self.at, self._at = both(16 * rows, 2, rows, dtype=i32)  # position; length: one more, or 0
+        self.table, self._table = both(self._table_at, rows, width, dtype=i32)
         self.argmax = Argmax(MAX_SAMPLES, device)
         self.logits = torch.empty(rows, vocabulary, device=device)  # of the graph that ran last
         self.sampled = torch.zeros(2, MAX_SAMPLES, dtype=torch.int64).pin_memory()  # two steps may be under way
-        self.at, self._at = both(2, rows, dtype=torch.int32)  # position; length: one more, or 0
-        self.table, self._table = both(rows, width, dtype=torch.int32)
         self._rows: list[Sequence[int]] = [()] * rows  # what the host's table holds
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -65,8 +72,6 @@ class GraphInputs:
             if c.pages != self._rows[i]:
                 table[i, : len(c.pages)] = c.pages
                 self._rows[i] = list(c.pages)
-        self.ids[:bucket].copy_(self._ids[:bucket], non_blocking=True)
-        self.token_source[:bucket].copy_(self._token_source[:bucket], non_blocking=True)
-        self.at.copy_(self._at, non_blocking=True)
-        self.table[:n].copy_(self._table[:n], non_blocking=True)
+        used = self._table_at + 4 * n * table.shape[1]
+        self._device[:used].copy_(self._host[:used], non_blocking=True)
         self._copied.record()
