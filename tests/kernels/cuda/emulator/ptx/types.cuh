@@ -300,6 +300,12 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmaf_rd(float a, float b, float c) {  // of products and sums that f64 holds
+  const double exact = (double)a * b + c;
+  const float near = static_cast<float>(exact);
+  return near > exact ? std::nextafter(near, -INFINITY) : near;
+}
 inline float __frcp_rn(float v) { return 1 / v; }
 inline float __expf(float v) { return expf(v); }
 inline float rsqrtf(float v) { return 1 / sqrtf(v); }
