@@ -65,49 +65,54 @@ __global__ void __launch_bounds__(THREADS, 1) encode_columns(const __grid_consta
   using T = Trellis<SHIFT, V>;
   using Search = crelle::Search<SHIFT, V, KEPT>;
   auto &m = *reinterpret_cast<typename Search::Memory *>(shared);
-  unsigned short *const every = p.every + (size_t)blockIdx.x * (T::STEPS + 1) * T::GROUPS;
   constexpr int RING = T::STEPS * SHIFT / 8;
   const int thread = threadIdx.x;
-  for (int s = blockIdx.x; s < p.N / 32; s += gridDim.x)
-    for (int b = 0; b < p.B; b++) {
-      const Search search{m, reinterpret_cast<const Four<V> *>(p.tables + (size_t)b * T::BYTES), every};
-      search.keep();
-      {
-        const int i = thread / 8, row = s * 32 + i / 4, column = 4 * b + i % 4;
-        float sum = 0;
-        for (int k = thread % 8; k < 4 * b; k += 8)
-          sum = fmaf(__ldcg(p.left + row * p.K + k), p.mix[k * p.K + column], sum);
+  const auto next = [&] {  // the next block of inputs, after the last one the next rows
+    if (thread == 0 && ++m.block == p.B) m.block = 0, m.sequence += gridDim.x;
+    __syncthreads();
+  };
+  if (thread == 0) m.sequence = blockIdx.x, m.block = -1;
+#pragma unroll 1
+  for (next(); m.sequence < p.N / 32; next()) {
+    const Search search{m, reinterpret_cast<const Four<V> *>(p.tables + (size_t)m.block * T::BYTES),
+                        p.every + (size_t)blockIdx.x * (T::STEPS + 1) * T::GROUPS};
+    search.keep();
+    {
+      const int i = thread / 8, row = m.sequence * 32 + i / 4, column = 4 * m.block + i % 4;
+      float sum = 0;
+      for (int k = thread % 8; k < 4 * m.block; k += 8)
+        sum = fmaf(__ldcg(p.left + row * p.K + k), p.mix[k * p.K + column], sum);
 #pragma unroll
-        for (int by = 1; by < 8; by *= 2) sum += __shfl_xor_sync(~0u, sum, by);
-        if (thread % 8 == 0) m.want[i] = p.wanted[(size_t)row * 4 * p.B + column] + sum;
-      }
-      __syncthreads();
-      if (thread < 128) {
-        const float *const root = p.roots + (b * T::COLUMNS + thread % 4 / V) * V * V + thread % V;
-        const float *const want = m.want + thread / V * V;
-        float x = want[0] * root[0];
-        if constexpr (V == 2) x = fmaf(want[1], root[V], x);
-        m.x[thread] = T::prepared(__float2int_rn(fminf(fmaxf(x, -32767.0f), 32767.0f)));
-      }
-      __syncthreads();
-      search.ring();
-      if (thread < 128) {
-        const size_t at = (s * 32 + thread / 4) * p.K + 4 * b + thread % 4;
-        const float value = p.values[m.states[thread / V] * V + thread % V];
-        p.found[at] = value;
-        __stcg(p.left + at, p.target[at] - value);
-      }
-      if (thread < RING) {
-        int byte = 0;
-#pragma unroll
-        for (int bit = 0; bit < 8; bit++) {
-          const int at = thread * 8 + bit;
-          byte |= (m.states[at / SHIFT] >> at % SHIFT & 1) << bit;
-        }
-        p.codes[s * p.ring + b * RING + thread] = byte;
-      }
-      __syncthreads();  // errors are read, and m.x and m.states written, by others
+      for (int by = 1; by < 8; by *= 2) sum += __shfl_xor_sync(~0u, sum, by);
+      if (thread % 8 == 0) m.want[i] = p.wanted[(size_t)row * 4 * p.B + column] + sum;
     }
+    __syncthreads();
+    if (thread < 128) {
+      const float *const root = p.roots + (m.block * T::COLUMNS + thread % 4 / V) * V * V + thread % V;
+      const float *const want = m.want + thread / V * V;
+      float x = want[0] * root[0];
+      if constexpr (V == 2) x = fmaf(want[1], root[V], x);
+      m.x[thread] = T::prepared(__float2int_rn(fminf(fmaxf(x, -32767.0f), 32767.0f)));
+    }
+    __syncthreads();
+    search.ring();
+    if (thread < 128) {
+      const size_t at = (m.sequence * 32 + thread / 4) * p.K + 4 * m.block + thread % 4;
+      const float value = p.values[m.states[thread / V] * V + thread % V];
+      p.found[at] = value;
+      __stcg(p.left + at, p.target[at] - value);
+    }
+    if (thread < RING) {
+      int byte = 0;
+#pragma unroll
+      for (int bit = 0; bit < 8; bit++) {
+        const int at = thread * 8 + bit;
+        byte |= (m.states[at / SHIFT] >> at % SHIFT & 1) << bit;
+      }
+      p.codes[m.sequence * p.ring + m.block * RING + thread] = byte;
+    }
+    __syncthreads();  // all have read where they are
+  }
 }
 
 }  // namespace crelle

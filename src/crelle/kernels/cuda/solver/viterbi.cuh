@@ -9,7 +9,7 @@
 // Distances are squares of 15-bit fractions, (d d + 2^14) >> 15, d = x - c clamped to 32767. A table holds c + 32768 in
 // 16 bits; with 0x4b00 above them they are the float 2^23 + c + 32768, so one byte permute makes a number, and one FMA
 // that rounds down the square: its bits are SQUARE more than the integer. Two weights a state take 10 instructions, 6
-// of them on the integer units, whose rate of 64 a cycle bounds the search at 10.7 states a cycle; one weight takes 6.
+// of them on the integer units, whose rate of 64 a cycle bounds the search at 10.7 states a cycle; one weight takes 5.
 //
 // A table has 2^16 states for each of the COLUMNS states of a row, 512 KB. KEPT sixteenths of it stay in shared memory;
 // others are read from L2 in every step, 2.5 bytes a state with KEPT = 6, of the 24 or so that a multiprocessor gets
@@ -23,7 +23,7 @@ constexpr int THREADS = 1024, STATES = 1 << 16, UNITS = 16;  // of a thread: uni
 constexpr uint32 SQUARE = 0x527fffff;                        // bits of ROUNDING
 constexpr float ROUNDING = 8388607.5f * 32768.0f;
 constexpr float OFFSET = 8388608.0f + 32768.0f;
-constexpr uint32 MOST_COST = 65535, MOST_SUM = 32767;
+constexpr uint32 MOST_COST = 65535;
 
 __device__ __forceinline__ uint32 least(uint32 a, uint32 b) { return a < b ? a : b; }
 __device__ __forceinline__ uint32 warp_least(uint32 v) { return ~__reduce_max_sync(~0u, ~v); }
@@ -53,6 +53,7 @@ template <int SHIFT, int V>
 struct Trellis {
   static constexpr int J = 1 << SHIFT, GROUPS = STATES >> SHIFT, STEPS = 128 / V, COLUMNS = 4 / V;
   static constexpr bool FINE = SHIFT >= 3 * V;  // distances are doubled before they are squared
+  static constexpr uint32 MOST_SUM = V == 2 ? 32767 : 32766;  // two squares saturate, one is of 32767 at most
   // Groups that are SAME apart have the same predecessors; a thread has EACH such groups, OUTER times.
   static constexpr int SAME = SHIFT < 8 ? STATES >> 2 * SHIFT : 1;
   static constexpr int PARTS = GROUPS < THREADS ? THREADS / GROUPS : 1;  // threads that share a group
@@ -82,7 +83,7 @@ struct Trellis {
   static __device__ __forceinline__ uint32 squared(float x, uint32 word) {
     const float c = __uint_as_float(__byte_perm(word, 0x4b000000, HALF ? 0x7632 : 0x7610));
     const float d = FINE ? __fmaf_rn(-2.0f, c, x) : __fsub_rn(x, c);
-    const float near = fminf(fabsf(d), 32767.0f);
+    const float near = V == 2 ? fminf(fabsf(d), 32767.0f) : d;  // of one weight, `MOST_SUM` does it
     return __float_as_uint(__fmaf_rd(near, near, ROUNDING));
   }
 
@@ -99,7 +100,7 @@ struct Trellis {
     uint32 sum = 0;
 #pragma unroll
     for (int v = 0; v < V; v++) sum += squared<0>(x[v], values[v]) - SQUARE;
-    return V == 2 ? least(sum, MOST_SUM) : sum;
+    return least(sum, MOST_SUM);
   }
 };
 
@@ -112,6 +113,7 @@ struct SearchMemory {
   uint32 least[T::STEPS];  // subtracted from the costs before a step
   uint32 warps[2][32];
   int states[T::STEPS];
+  int sequence, block;  // that the thread block works on: not in registers, of which the search has none to spare
 };
 
 template <int SHIFT, int V, int KEPT>
@@ -147,12 +149,14 @@ struct Search {
   // The states of the ring nearest to m.x, to m.states. All threads; m.x must be visible to all.
   __device__ __forceinline__ void ring() const {
     // Where the ring begins is decided by a run over the ring opened elsewhere, of which the middle is kept.
-    forward(STEPS / 2, -1, STEPS / 2);
-    backward(STEPS / 2, -1, best_group(), STEPS / 2);
-    const int overlap = m.states[STEPS / 2] & (GROUPS - 1);
-    __syncthreads();
-    forward(0, overlap, 0);
-    backward(0, overlap, overlap, 0);
+    int start = -1;
+#pragma unroll 1
+    for (int first = STEPS / 2; first >= 0; first -= STEPS / 2) {
+      forward(first, start, first);
+      backward(first, start, start < 0 ? best_group() : start, first);
+      start = m.states[STEPS / 2] & (GROUPS - 1);
+      __syncthreads();
+    }
   }
 
 private:
@@ -205,7 +209,7 @@ private:
           best[0] = least(best[0], __shfl_xor_sync(~0u, best[0], by));
           reach = least(reach, __shfl_xor_sync(~0u, reach, by));
         }
-        const uint32 most = V == 2 ? least(reach + MOST_SUM, MOST_COST) : MOST_COST;
+        const uint32 most = least(reach + T::MOST_SUM, MOST_COST);
 #pragma unroll
         for (int b = 0; b < T::EACH; b++) {
           const int g = group + THREADS * (a + T::OUTER * b);
