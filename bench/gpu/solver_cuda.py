@@ -1,6 +1,7 @@
 """Check, then time the solver of GPTQ on this GPU, stage by stage.
 
     python bench/gpu/solver_cuda.py OUT.json [SHAPES [SECONDS]]      e.g. 4096x4096,14336x4096 150
+    python bench/gpu/solver_cuda.py OUT.json '' --trellis 576x1536,4096x4096
 
     factor     Cholesky of the Hessian, f64                        once for all matrices that read an input
     grid       the search of scales and zero points
@@ -8,6 +9,7 @@
     solve      least squares for all scales of a row
     descend    one pass of coordinate descent
     fit        all but factor, as `gptq:bits=3,group=128` does them, with the codes packed
+    trellis    --trellis SHAPES: the search of `trellis:bits=2`, with tables and feedback, and nothing else
 Weights and inputs are random, inputs correlated. Passes are compared with the loop in torch: on whole matrices of
 CHECKED, where the loop is timed too, and on 32 rows of each shape. Each stage runs twice; both times are written, in
 milliseconds, with the peak of allocated bytes. OUT.json is written after each shape; a shape that would begin after
@@ -26,12 +28,14 @@ from torch import Tensor
 
 from crelle.bench.environment import write_result
 from crelle.bench.kernels.cuda_timer import gpu
+from crelle.formats.trellis import CODES, Code, TrellisTensor
 from crelle.kernels import cuda
 from crelle.quantizers.calibration.stats import Stats
 from crelle.quantizers.schemes.gptq import GPTQ
 from crelle.quantizers.schemes.mixed import Mixed
 from crelle.quantizers.solvers.fast_error import fast_errors
 from crelle.quantizers.solvers.gptq_solver import Fit, LDLFactor, Levels, descend, factor, feedback, row_errors, solve
+from crelle.quantizers.solvers.trellis_solver import BlockFactor, encode
 
 SHAPES = "4096x4096,1024x4096,14336x4096,4096x14336,8192x28672"
 CHECKED = (1024, 1024)  # rows, columns
@@ -155,6 +159,33 @@ def profile(work: Callable[[], object]) -> dict[str, list[float]]:
     return {k.key[:100]: [round(k.self_device_time_total / 1000, 3), k.count] for k in kernels}
 
 
+def trellis(N: int, K: int, bits: float, code: Code) -> dict[str, Any]:
+    """Compare the codes of a few inputs with those of the search in torch, then time a whole matrix."""
+    by, target = factor(inputs(K), 0.2, act_order=False), torch.randn(N, K, device="cuda") * 0.02
+    cost = torch.diag_embed(by.cost.view(-1, 4))
+    some = BlockFactor(torch.zeros(16, 16, device="cuda"), cost[:4], torch.eye(16, device="cuda"))
+    few = target[:64, :16].contiguous()
+    errors = []
+    for encode_few in (encode, lambda *a: in_torch(lambda: encode(*a))):
+        codes, scale = encode_few(few, some, code, bits)
+        tensor = TrellisTensor(codes, scale, 16, bits, code)
+        left = few.double() - tensor.dequantize(torch.float64)
+        errors.append(float((left.square() * by.cost[:16].double()).sum()))
+    ratio = errors[0] / errors[1]
+    if not 0.97 < ratio < 1.03:
+        raise SystemExit(
+            f"trellis {code.name} {bits:g}: the kernel's error is {ratio} times that of the search in torch"
+        )
+    blocks, here = timed(lambda: BlockFactor.of(by))
+    (codes, scale), took = timed(lambda: encode(target, blocks, code, bits))
+    left = target - TrellisTensor(codes, scale, K, bits, code).dequantize()
+    share = float(((left @ by.damped) * left).sum() / ((target @ by.damped) * target).sum())
+    states = 2 * -(-N // 32) * -(-K // 4) * (128 // code.weights) * 65536
+    rate = states / took["ms"][-1] * 1000 / 1e12
+    result = {"shape": f"{N}x{K}", "code": code.name, "bits": bits, "error_over_torch": ratio, "block_factor": here}
+    return result | {"encode": took, "error_left": share, "states_T_per_s": round(rate, 3)}
+
+
 def layer(shapes: dict[str, Any]) -> float | None:
     """Return seconds for the matrices of a Llama-3-8B layer, the second run of each."""
     if not all(s in shapes for s in LAYER):
@@ -164,16 +195,23 @@ def layer(shapes: dict[str, Any]) -> float | None:
     return round(total / 1000, 3)
 
 
-def main(out: Path, shapes: str, seconds: float) -> None:
+def main(out: Path, shapes: str, seconds: float, trellis_shapes: str) -> None:
     begin = perf_counter()
     if reason := cuda.available():
         raise SystemExit(f"the CUDA kernels cannot run: {reason}")
     torch.set_grad_enabled(False)
     result: dict[str, Any] = {"gpu": gpu(), "scheme": "gptq:bits=3,group=128"}
-    result |= {"against_torch": checked_against_torch(*CHECKED), "shapes": {}, "left_out": []}
+    result |= {"against_torch": {}, "trellis": [], "shapes": {}, "left_out": []}
+    for shape in filter(None, trellis_shapes.split(",")):
+        for bits, code in ((2.0, CODES["pair"]), (3.0, CODES["mul1"])):
+            result["trellis"].append(found := trellis(*map(int, shape.split("x")), bits, code))
+            write_result(out, result)
+            print(found, flush=True)
+    if shapes:
+        result["against_torch"] = checked_against_torch(*CHECKED)
     write_result(out, result)
     known: dict[int, tuple[Tensor, LDLFactor, dict[str, Any]]] = {}
-    for shape in shapes.split(","):
+    for shape in filter(None, shapes.split(",")):
         if perf_counter() - begin > seconds:
             result["left_out"].append(shape)
             continue
@@ -197,5 +235,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("shapes", nargs="?", default=SHAPES, help="N x K of the matrices, e.g. 4096x4096,14336x4096")
+    parser.add_argument("--trellis", dest="trellis_shapes", default="", help="N x K of matrices in trellis codes")
     parser.add_argument("seconds", nargs="?", type=float, default=110.0, help="begin no shape after that")
     main(**vars(parser.parse_args()))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from crelle.formats.trellis import COLUMNS, ROWS, STATES, UNIT, WEIGHTS, Code, rings_of
 from crelle.kernels.cpu import solver
+from crelle.kernels.cuda.solver import viterbi as cuda_search
 from crelle.quantizers.solvers.gptq_solver import LDLFactor
 
 # Of Gaussian weights, by code and bits: the standard deviation of all values that leaves the least error, relative to
@@ -85,6 +86,9 @@ def _search(rows: Tensor, by: BlockFactor, code: Code, bits: float) -> tuple[Ten
     N, K = rows.shape
     shift, V = code.shift(bits), code.weights
     values = code.values(torch.arange(STATES, device=rows.device)).float()  # [states, V]
+    each = _roots(by.cost.view(-1, COLUMNS // V, V, COLUMNS // V, V).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2))
+    if cuda_search.usable(rows, shift):
+        return cuda_search.encode(rows, by.mix, each * _fraction(code.std), values, shift)
     ordered = solver.in_viterbi_order(values, shift)
     found, left = torch.empty_like(rows), torch.zeros_like(rows)
     rings = []
@@ -94,8 +98,7 @@ def _search(rows: Tensor, by: BlockFactor, code: Code, bits: float) -> tuple[Ten
         for b in range(begin, end, COLUMNS):
             here = slice(b, b + COLUMNS)
             want = wanted[:, b - begin : b - begin + COLUMNS] + left[:, begin:b] @ by.mix[begin:b, here]
-            cost = by.cost[b // COLUMNS].view(COLUMNS // V, V, COLUMNS // V, V)
-            roots = _roots(cost.diagonal(dim1=0, dim2=2).permute(2, 0, 1))  # [states of a row, V, V]
+            roots = each[b // COLUMNS]
             x = want.reshape(N // ROWS, ROWS, COLUMNS // V, 1, V) @ roots
             x = x.reshape(N // ROWS, WEIGHTS // V, V)
             states = paths(values, roots, x, shift, code.std, ordered)
@@ -106,13 +109,17 @@ def _search(rows: Tensor, by: BlockFactor, code: Code, bits: float) -> tuple[Ten
 
 
 def _roots(cost: Tensor) -> Tensor:
-    """Return R [n, V, V] with R Rᵀ in the proportions of cost [n, V, V], the mean of whose diagonals becomes 1."""
-    mean = cost.diagonal(dim1=1, dim2=2).mean()
-    if not mean > 0:
-        return torch.zeros_like(cost)
-    root, failed = torch.linalg.cholesky_ex(cost / mean)
-    flat = torch.diag_embed((cost / mean).diagonal(dim1=1, dim2=2).clamp(min=0).sqrt())
-    return torch.where((failed > 0)[:, None, None], flat, root)
+    """Return R [B, n, V, V], R Rᵀ in the proportions of cost [B, n, V, V]: the mean of a block's diagonals becomes 1."""
+    mean = cost.diagonal(dim1=2, dim2=3).mean((1, 2))[:, None, None, None]
+    scaled = torch.where(mean > 0, cost / mean, 0.0)
+    root, failed = torch.linalg.cholesky_ex(scaled)
+    flat = torch.diag_embed(scaled.diagonal(dim1=2, dim2=3).clamp(min=0).sqrt())
+    return torch.where((failed > 0)[..., None, None], flat, root)
+
+
+def _fraction(unit: float) -> float:
+    """Return the factor of values and weights as integers of 16 bits; unit: the standard deviation of the values."""
+    return 32767 / (_RANGE * unit)
 
 
 def paths(values: Tensor, roots: Tensor, x: Tensor, shift: int, unit: float, ordered: Tensor | None = None) -> Tensor:
@@ -121,10 +128,12 @@ def paths(values: Tensor, roots: Tensor, x: Tensor, shift: int, unit: float, ord
     values [states, V], roots [columns, V, V]: state i has the values times roots[i % columns]. ordered: the same values
     as the C++ search takes them, where they are at hand.
     """
-    n = x.shape[1]
-    if solver.usable(x):
-        to = 32767 / (_RANGE * unit)
+    n, to = x.shape[1], _fraction(unit)
+    on_gpu = cuda_search.usable(x, shift) and (n, len(roots)) == (WEIGHTS // x.shape[2], COLUMNS // x.shape[2])
+    if on_gpu or solver.usable(x):
         given = (x * to).round_().clamp_(-32767, 32767).to(torch.int16).flatten(1)
+        if on_gpu:
+            return cuda_search.rings(values, roots * to, given, shift).long()
         ordered = solver.in_viterbi_order(values, shift) if ordered is None else ordered
         return solver.viterbi(ordered, roots * to, given, shift, window=n).long()
     tables = torch.stack([values @ r for r in roots])  # [columns, states, V]

@@ -24,7 +24,7 @@ from crelle.kernels.cuda.mixed import mixed_config, mixed_decode, mixed_gemm, mi
 from crelle.kernels.cuda.mixed.mixed_layout import MixedWeight
 from crelle.kernels.cuda.planes import bmma_gemv, gemm, skinny_gemm, weight_layout
 from crelle.kernels.cuda.planes.weight_layout import CudaWeight, ScaleKind
-from crelle.kernels.cuda.solver import group_solver, mixed_solver, nested_sweep, sweep
+from crelle.kernels.cuda.solver import group_solver, mixed_solver, nested_sweep, sweep, viterbi
 from crelle.kernels.cuda.step import embed_argmax, residual_norm_pack
 from crelle.kernels.cuda.step.activations import Prologue
 from crelle.kernels.cuda.training import kl_divergence, straight_through
@@ -59,6 +59,7 @@ def instantiations(arch: str) -> list[Instantiation]:
             *nested_sweep.variants(),
             *mixed_solver.variants(),
             *group_solver.variants(),
+            *viterbi.variants(),
             *straight_through.variants(),
             *kl_divergence.variants(),
         }
