@@ -109,7 +109,7 @@ def _search(rows: Tensor, by: BlockFactor, code: Code, bits: float) -> tuple[Ten
 
 
 def _roots(cost: Tensor) -> Tensor:
-    """Return R [B, n, V, V], R Rᵀ in the proportions of cost [B, n, V, V]: the mean of a block's diagonals becomes 1."""
+    """Return R [B, n, V, V], R Rᵀ in the proportions of cost [B, n, V, V]; a block's diagonals get the mean 1."""
     mean = cost.diagonal(dim1=2, dim2=3).mean((1, 2))[:, None, None, None]
     scaled = torch.where(mean > 0, cost / mean, 0.0)
     root, failed = torch.linalg.cholesky_ex(scaled)
