@@ -12,6 +12,7 @@ from crelle.errors import UnsupportedError
 from crelle.kernels.base import Kernel, Problem
 from crelle.kernels.cpu.integer_kernel import CpuInteger
 from crelle.kernels.cpu.kernel import Cpu
+from crelle.kernels.cuda.fp4.fp4_kernel import CudaFp4
 from crelle.kernels.cuda.integer.integer_kernel import CudaInteger
 from crelle.kernels.cuda.mixed.mixed_kernel import CudaMixed
 from crelle.kernels.cuda.planes.kernel import Cuda, CudaLut
@@ -33,6 +34,7 @@ def kernels() -> tuple[Kernel, ...]:
         CudaMixed(asynchronous=True),
         CudaInteger(),
         CudaTrellis(),
+        CudaFp4(),
         Cpu("exact"),
         Cpu("int8"),
         CpuInteger(),

@@ -1,4 +1,4 @@
-"""Which kernel multiplies how many rows of x: one table, for bit-plane weights, mixed 2/4-bit ones and dense ones.
+"""Which kernel multiplies how many rows of x: one table, for bit-plane weights, mixed 2/4-bit, four-bit float and dense ones.
 
 (Weights with quantized activations, grouped and two-level, take integer_gemm.cu for any number of rows; x is encoded
 by integer_encode.cu.)
@@ -9,6 +9,8 @@ by integer_encode.cu.)
     9 … 32      skinny_gemm             gemm                     torch                  gemm (mixed_gemm.cu)
     33 …        gemm                    gemm                     torch                  gemm
     2049 …      gemm                    gemm                     torch                  torch (mixed_dequant.cu first)
+
+Four-bit floats: up to 8 rows `gemv` (fp4_gemv.cu), more `gemm` (fp4_gemm.cu).
 
     gemv          bmma_gemv.cu: bit-serial x on the binary tensor cores; reads each weight byte once
     skinny_gemm   skinny_gemm.cu: weights dequantized in registers for the warp-wide mma, x as it lies in memory
@@ -25,6 +27,7 @@ import torch
 
 GEMV_ROWS = 4  # of one launch
 SKINNY_ROWS = 32
+FP4_GEMV_ROWS = 8
 MIXED_GEMM_ROWS = 2048  # beyond, dequantizing once for torch should cost less: extrapolated from 512 rows
 INVARIANT_ROWS = 256  # of one batch-invariant launch
 INVARIANT_DENSE_ROWS = 64  # of one chunk for torch, padded
@@ -36,6 +39,7 @@ _END = 1 << 62
 _HOPPER: tuple[tuple[int, Route], ...] = ((GEMV_ROWS, "gemv"), (SKINNY_ROWS, "skinny_gemm"), (_END, "gemm"))
 _AMPERE: tuple[tuple[int, Route], ...] = ((2 * GEMV_ROWS, "gemv"), (_END, "gemm"))
 _MIXED: tuple[tuple[int, Route], ...] = ((GEMV_ROWS, "gemv"), (MIXED_GEMM_ROWS, "gemm"), (_END, "torch"))
+_FP4: tuple[tuple[int, Route], ...] = ((FP4_GEMV_ROWS, "gemv"), (_END, "gemm"))
 _DENSE: tuple[tuple[int, Route], ...] = ((GEMV_ROWS, "gemv"), (_END, "torch"))
 
 
@@ -60,6 +64,11 @@ def dense_route(rows: int) -> Route:
 def mixed_route(rows: int) -> Route:
     """Return what multiplies so many rows by a mixed 2/4-bit weight."""
     return _first(_MIXED, rows)
+
+
+def fp4_route(rows: int) -> Route:
+    """Return what multiplies so many rows by a weight of four-bit floats."""
+    return _first(_FP4, rows)
 
 
 def _first(table: tuple[tuple[int, Route], ...], rows: int) -> Route:

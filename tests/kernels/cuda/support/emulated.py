@@ -97,7 +97,7 @@ def _built(file: str, expression: str, kinds: str, truncates: bool) -> ctypes.CD
     anything += "#include <cstring>\nstruct Struct { const void *p; template <typename T> operator T() const"
     anything += " { T v; memcpy(&v, p, sizeof v); return v; } };\n"
     hopper = "sm90" in expression
-    found = re.search(r"(\d+), [\w:]+>$", expression) if hopper else None  # the last number before the type
+    found = re.search(r"\b(\d+), [\w:]+>$", expression) if hopper else None  # the last number before the type
     cluster, last_first = int(found[1]) if found else 1, str(hopper).lower()
     main = _MAIN.format(
         file=file,

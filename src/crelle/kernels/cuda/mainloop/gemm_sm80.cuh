@@ -99,6 +99,11 @@ __device__ __forceinline__ void gemm_sm80_tiles(const Source &source, const char
 #pragma unroll
   for (int j = 0; j < TILES; j++) {
     const int r = (warp_n * TILES + j) * 16 + lane / 4;
+    if constexpr (requires { source.row_scales(0, 0); }) {
+      const float2 scale = source.row_scales(row_tile(j), lane);
+#pragma unroll
+      for (int i = 0; i < NT / 2; i++) d[j][i / 4][i % 4] *= i % 4 < 2 ? scale.x : scale.y;
+    }
 #pragma unroll
     for (int c = 0; c < NT / 8; c++) {
       float *const to = results + (warp_k * NT + c * 8 + t) * STRIDE + r;

@@ -168,6 +168,11 @@ __device__ __forceinline__ void gemm_sm90_tiles(Source source, const char *__res
       wait_for_products<0>();
       keep(a[1]);
       release(x_before);
+      if constexpr (requires { source.row_scales(0, 0); }) {
+        const float2 scale = source.row_scales(row_block, lane);
+#pragma unroll
+        for (int i = 0; i < NT / 2; i++) d[i] *= i % 4 < 2 ? scale.x : scale.y;
+      }
 
       const auto place = [&] { return make_int2(work.tile % across * ROWS + warp * 16, work.tile / across * NT); };
       finish_tile<NT, WG, SPLIT_K, Source::RESIDUAL>(d, work, place, shared, bias, residual, y, partial, semaphores, N,

@@ -4,6 +4,7 @@
 //   seek, issue_load   go to a block of a tile; ask for it and go on to the next one
 //   copy               the same where the threads of a warp copy (before Hopper)
 //   W                  the registers of a lane: begin_tile, load (half a block), unpack (64 inputs)
+//   row_scales         if it exists: what the sums of a tile's rows g and g + 8 are multiplied by
 #pragma once
 #include "ptx/copies.cuh"
 #include "planes/dequant.cuh"

@@ -18,6 +18,8 @@ from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.formats.trellis import BITS, CODES, TrellisTensor
 from crelle.kernels.cuda.attention import decode_attention, paged_attention
 from crelle.kernels.cuda.dense import dense
+from crelle.kernels.cuda.fp4 import fp4_gemm, fp4_gemv
+from crelle.kernels.cuda.fp4.fp4_layout import Fp4Weight
 from crelle.kernels.cuda.integer import integer_encode, integer_gemm, integer_layout
 from crelle.kernels.cuda.lut import lut
 from crelle.kernels.cuda.mixed import mixed_config, mixed_decode, mixed_gemm, mixed_gemv
@@ -51,6 +53,7 @@ def instantiations(arch: str) -> list[Instantiation]:
             *_mixed_gemm(capability),
             *_integer_gemm(capability),
             *_trellis(capability),
+            *_fp4(capability),
             *_attention_dense_embed(),
             *paged_attention.variants(),
             *residual_norm_pack.variants(),
@@ -223,6 +226,24 @@ def _trellis(capability: tuple[int, int]) -> Iterator[Instantiation]:
             yield trellis_gemv.encode_variant(op, size, (i + j) % 3 > 0, (HALF, BF16)[(i + j) % 2])
     for dtype in (HALF, BF16):
         yield trellis_gemv.rotate_variant(dtype is HALF, dtype)
+
+
+def _fp4(capability: tuple[int, int]) -> Iterator[Instantiation]:
+    hopper = capability == (9, 0)
+    room = 227 * 1024 if hopper else 99 * 1024
+    shapes = ((4096, 4096), (12288, 12288), (49152, 4096), (1024, 4096), (4096, 14336))
+    for i, (form, dtype) in enumerate((f, t) for f in ("mxfp4", "nvfp4") for t in (HALF, BF16)):
+        weights = [Fp4Weight(N, inputs, form, torch.empty(-(-N // 16), 0)) for N, inputs in shapes]
+        for j, op in enumerate(_OPS):
+            w, size = weights[(i + j) % len(weights)], fp4_gemv.TOKENS[(i + j) % len(fp4_gemv.TOKENS)]
+            config, out = fp4_gemv.choose(w, 132, room), F32 if op == "RMS_NORM" else dtype
+            yield fp4_gemv.gemv_variant(w, op, size, config, (i + j) % 4 > 0, dtype, out, hopper)
+        for j, count in enumerate((16, 33, 72, 144, 256, 1024)):
+            w = weights[(i + j) % len(weights)]
+            s = fp4_gemm.choose(w, count, 132, (9, 0)) if hopper else fp4_gemm._choose_sm80(w, count, 99 * 1024)
+            yield fp4_gemm.variant(w, s, dtype)
+        for count in (1, 64, 256) if hopper else ():
+            yield fp4_gemm.variant(weights[0], fp4_gemm.invariant_config(weights[0], count), dtype)
 
 
 def _attention_dense_embed() -> Iterator[Instantiation]:

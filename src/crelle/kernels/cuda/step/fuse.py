@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from crelle.kernels.cuda.dense.fused import DenseLinear
+from crelle.kernels.cuda.fp4.fp4_layout import Fp4Weight
+from crelle.kernels.cuda.fp4.fused import Fp4Linear
 from crelle.kernels.cuda.integer.fused import IntegerLinear
 from crelle.kernels.cuda.integer.integer_linear import CudaIntegerWeight
 from crelle.kernels.cuda.mixed.fused import MixedLinear
@@ -24,6 +26,7 @@ KINDS: dict[type, type[FusedLinear]] = {
     MixedWeight: MixedLinear,
     CudaIntegerWeight: IntegerLinear,
     TrellisWeight: TrellisLinear,
+    Fp4Weight: Fp4Linear,
     Tensor: DenseLinear,
 }
 STEPPED = {kind.kernel for kind in KINDS.values()}  # kernels whose weights a step can multiply by

@@ -17,62 +17,10 @@
 // at the others; mul1 2.83 (1.34) at 1, 2 and 4 bits, 3.44 (1.51) at 3. The least for pair at 2 bits would be 1.29: 64
 // products, 64 masks, 21 shifts and 16 IMMA for 128 weights. RUN 4 takes 1.41.
 #include "trellis/trellis_states.cuh"
-#include "ptx/copies.cuh"
-#include "ptx/shared_loads.cuh"
+#include "ptx/run_pipeline.cuh"
 #include "ptx/tensorcore.cuh"
-#include "ptx/tma.cuh"
 
 namespace crelle {
-
-// A warp's pipeline of STAGES runs of BYTES: by cp.async, and by the bulk copy engine.
-template <int STAGES, int BYTES>
-struct CopiedRuns {
-  char *base;
-  int lane, positive;  // which the compiler must not know
-
-  __device__ CopiedRuns(char *base, uint32, int lane, int positive) : base(base), lane(lane), positive(positive) {}
-  // `seen` must be there before anything is overwritten.
-  __device__ __forceinline__ void refill(int stage, const char *from, bool there, uint32 seen) {
-    __syncwarp();
-    if (there) copy_run(base + stage * BYTES + nothing(seen, positive), from, BYTES, lane);
-    commit_copies();
-  }
-  __device__ __forceinline__ const char *wait(int stage, int) const {
-    wait_for_copies<STAGES - 1>();
-    __syncwarp();
-    return base + stage * BYTES;
-  }
-};
-
-#if __CUDA_ARCH__ == 900
-template <int STAGES, int BYTES>
-struct BulkRuns {
-  char *base;
-  uint32 barriers;
-  int positive;
-
-  __device__ BulkRuns(char *base, uint32 barriers, int, int positive)
-      : base(base), barriers(barriers), positive(positive) {
-    if (elected()) {
-#pragma unroll
-      for (int s = 0; s < STAGES; s++) init_barrier(barriers + 8 * s, 1);
-      fence_barriers();
-    }
-    __syncwarp();
-  }
-  __device__ __forceinline__ void refill(int stage, const char *from, bool there, uint32 seen) {
-    const uint32 barrier = barriers + 8 * stage + nothing_until_loaded(seen, positive);
-    if (there && elected()) {
-      arrive_expecting(barrier, BYTES);
-      copy_bulk(shared_address(base) + stage * BYTES, from, BYTES, barrier);
-    }
-  }
-  __device__ __forceinline__ const char *wait(int stage, int phase) const {
-    wait_barrier(barriers + 8 * stage, phase);
-    return base + stage * BYTES;
-  }
-};
-#endif
 
 // What the kernels get.
 template <typename T>
@@ -110,7 +58,7 @@ struct TrellisShared {
   static constexpr int RECEIVED = FIRST + WARPS * WARP;
 };
 
-template <typename W, int M, int WARPS, int STAGES, int RUN, int SPLIT, template <int, int> class Runs, typename T>
+template <typename W, int M, int WARPS, int STAGES, int RUN, int SPLIT, template <int, int, int> class Runs, typename T>
 __device__ __forceinline__ void trellis_product(const TrellisProduct<T> &p, char *shared) {
   using Room = TrellisShared<W, M, WARPS, STAGES, RUN, SPLIT>;
   constexpr int WORDS = W::WORDS, THREADS = WARPS * 32;
@@ -120,7 +68,7 @@ __device__ __forceinline__ void trellis_product(const TrellisProduct<T> &p, char
   launch_dependents();
 
   char *const mine = shared + Room::FIRST + warp * Room::WARP;
-  Runs<STAGES, Room::RUN_BYTES> queue(mine, shared_address(shared) + warp * STAGES * 8, lane, p.units);
+  Runs<STAGES, Room::RUN_BYTES, 1> queue(mine, shared_address(shared) + warp * STAGES * 8, lane, p.units);
   const char *const weight = p.weight + (size_t)tile * p.units * W::UNIT;
   const auto refill = [&](int stage, int run, uint32 seen) {
     queue.refill(stage, weight + (size_t)run * Room::RUN_BYTES, run < end, seen);

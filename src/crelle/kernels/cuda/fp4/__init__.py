@@ -1,0 +1,1 @@
+"""Four-bit floats (MXFP4, NVFP4) on a GPU."""
