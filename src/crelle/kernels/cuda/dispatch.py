@@ -1,4 +1,4 @@
-"""Which kernel multiplies how many rows of x: one table, for bit-plane weights, mixed 2/4-bit, four-bit float and dense ones.
+"""Which kernel multiplies how many rows of x: one table, for each kind of weights.
 
 (Weights with quantized activations, grouped and two-level, take integer_gemm.cu for any number of rows; x is encoded
 by integer_encode.cu.)

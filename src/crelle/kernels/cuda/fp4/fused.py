@@ -1,6 +1,6 @@
-"""Four-bit floats in a decoder's step: fp4_gemv.cu for few rows, with what comes before and after; fp4_gemm.cu for more.
+"""Four-bit floats in a decoder's step: fp4_gemv.cu for few rows, fp4_gemm.cu for more.
 
-One launch before the GEMM makes x ready: residual add, norm or activation, packing (residual_norm_pack.cu).
+Norms and activations are the GEMV's prologue, sums its epilogue. One launch before the GEMM makes x ready: residual add, norm or activation, packing (residual_norm_pack.cu).
 """
 
 from collections.abc import Sequence
