@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from recorded_gpu import pretend
-from request_matrix import CASES, CPU_ONLY, Case, batch, make_model, requests
+from request_matrix import CASES, Case, batch, make_model, requests
 
 from crelle import Sampling
 from crelle.engine import model_runner
@@ -21,7 +21,7 @@ from crelle.kernels.cuda.step.fuse import STEPPED
 from crelle.models.loader import Model
 
 SMALL = [  # attention kernels do not take k16v8
-    case for case in CASES if case.budget < 512 and case.kv != "k16v8" and case.scheme not in CPU_ONLY
+    case for case in CASES if case.budget < 512 and case.kv != "k16v8"
 ]
 
 

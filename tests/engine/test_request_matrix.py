@@ -16,7 +16,6 @@ from request_matrix import (
     ANSWERS,
     CASES,
     CONTEXT,
-    CPU_ONLY,
     FACTORS,
     KVS,
     LENGTHS,
@@ -44,7 +43,7 @@ from crelle.kernels.cuda.executor import CudaExecutor, supports_model
 from crelle.quantizers.scheme import CONFIGS, parse
 
 GPU_CASES = [  # both budgets, greedy and mixed
-    case for case in CASES if case.number % 2 == case.number // 4 % 2 and case.scheme not in CPU_ONLY
+    case for case in CASES if case.number % 2 == case.number // 4 % 2
 ]
 
 

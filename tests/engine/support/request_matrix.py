@@ -34,7 +34,6 @@ NESTED = "bcq-nested:bits=4,group=64,data=false"
 PERMUTED = "permuted"  # of no scheme: what importers make of act-order checkpoints
 FP4 = ("mxfp4", "nvfp4")
 TRELLIS = ("trellis:bits=2", "trellis:bits=3,rotate=false")
-CPU_ONLY = FP4  # no CUDA kernel takes them
 SCHEMES = (
     "fp16",
     "rtn:bits=4,group=64",

@@ -129,7 +129,7 @@ def matmul(
             invariant_product(gemm.pack(x[s], w), w, bias, None if residual is None else residual[s]) for s in each
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-    if dispatch.fp4_route(x.shape[0]) == "gemv":
+    if dispatch.fp4_route(x.shape[0]) == "gemv" and fp4_gemv.fits(w):
         return fp4_gemv.product(x, w, bias=bias, residual=residual)
     return product(gemm.pack(x, w), w, bias, residual)
 

@@ -103,19 +103,27 @@ def shared_bytes(w: Fp4Weight, size: int, c: Fp4TileConfig) -> int:
 
 
 def tokens_at_once(w: Fp4Weight, c: Fp4TileConfig, room: int) -> int:
-    """Return how many tokens of this weight's inputs fit into shared memory."""
-    return next((m for m in reversed(TOKENS) if shared_bytes(w, m, c) <= room - _RESERVED), TOKENS[0])
+    """Return how many tokens of this weight's inputs fit into shared memory; 0: not one."""
+    return next((m for m in reversed(TOKENS) if shared_bytes(w, m, c) <= room - _RESERVED), 0)
+
+
+def fits(w: Fp4Weight) -> bool:
+    """Whether rows are short enough for shared memory: 80,000 inputs on Hopper, 30,000 before."""
+    return tokens_at_once(w, choose(w), most_shared_memory()) > 0
 
 
 def choose(w: Fp4Weight, processors: int | None = None, room: int | None = None) -> Fp4TileConfig:
     """Return a tile config, the same for any number of tokens: the order of sums follows from it."""
-    return _choose(w.tiles, w.blocks, w.block_bytes, processors or multiprocessors(), room or most_shared_memory())
+    return _choose(w.tiles, w.blocks, processors or multiprocessors(), room or most_shared_memory())
 
 
 @cache
-def _choose(tiles: int, blocks: int, block_bytes: int, processors: int, room: int) -> Fp4TileConfig:
+def _choose(tiles: int, blocks: int, processors: int, room: int) -> Fp4TileConfig:
     """Many rows: tiles share x; few: as many warps as have a block each."""
-    warps = 16 if tiles <= processors and blocks >= 16 else 8
-    rows = 2 if tiles >= 4 * processors and blocks <= 128 else 1
-    stages = 2 if room < 160 * 1024 or rows == 2 else 4
-    return Fp4TileConfig(rows, warps, stages, 1 if warps == 16 else 2)
+    if room < 200 * 1024:
+        return Fp4TileConfig(1, 8, 2, 1)
+    if tiles <= processors and blocks >= 16:
+        return Fp4TileConfig(1, 16, 2, 1)
+    if blocks > 96:
+        return Fp4TileConfig(1, 8, 3, 1)
+    return Fp4TileConfig(2, 8, 2, 2) if tiles >= 4 * processors else Fp4TileConfig(1, 8, 4, 2)

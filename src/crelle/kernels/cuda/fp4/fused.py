@@ -1,6 +1,7 @@
 """Four-bit floats in a decoder's step: fp4_gemv.cu for few rows, fp4_gemm.cu for more.
 
-Norms and activations are the GEMV's prologue, sums its epilogue. One launch before the GEMM makes x ready: residual add, norm or activation, packing (residual_norm_pack.cu).
+Norms and activations are the prologue of the GEMV, a residual its epilogue. One launch before the GEMM makes x ready:
+residual add, norm or activation, packing (residual_norm_pack.cu).
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from crelle.kernels.cuda import dispatch
+from crelle.kernels.cuda.dense import dense
 from crelle.kernels.cuda.fp4 import fp4_gemm, fp4_gemv, fp4_layout
 from crelle.kernels.cuda.fp4.fp4_layout import Fp4Weight
 from crelle.kernels.cuda.planes.batch_invariant import in_chunks
@@ -47,6 +49,9 @@ class Fp4Linear(FusedLinear):
         out: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(x, Tensor), "digits are for planes"
+        if not fp4_gemv.fits(w):
+            h = x if op == "PLAIN" else dense.apply(x, op, *of_norm(norm))
+            return fp4_gemm.matmul(h, w, bias, residual).to(dtype)
         return fp4_gemv.product(x, w, op, *of_norm(norm), bias, residual, dtype, out)
 
     def _linear(
