@@ -6,7 +6,7 @@
 // them onto these bytes: those of row g in the odd half bytes, those of row g + 8 in the even ones. A bfloat16 needs
 // two tables. Then a multiplication by the scale, which rounds nothing: at most six bits of a product are not zero.
 //
-// Instructions for 8 weights: f16 11 and 4 multiplications, bf16 13 and 4; 10 and 12 of them for the integer units.
+// Instructions for 8 weights: f16 11 and 4 multiplications, bf16 13 and 4; all but one for the integer units.
 #pragma once
 #include "ptx/pack2.cuh"
 

@@ -16,9 +16,8 @@ __global__ void __cluster_dims__(SPLIT_K, 1, 1) __launch_bounds__(gemm_sm90_thre
     fp4_gemm_sm90(const char *__restrict__ weight, const char *__restrict__ xs, const X *__restrict__ bias,
                   const X *residual, X *y, float4 *partial, int *semaphores, int N, int M, int blocks, int whole,
                   int stride) {
-  gemm_sm90_tiles<Fp4Source<KIND, X>, NT, WG, XC, XS, WS, SPLIT_K>(Fp4Source<KIND, X>(weight, blocks), xs, bias,
-                                                                   residual, y, partial, semaphores, N, M, blocks,
-                                                                   whole, stride);
+  gemm_sm90_tiles<Fp4Source<KIND, X>, NT, WG, XC, XS, WS, SPLIT_K>(
+      Fp4Source<KIND, X>(weight, blocks), xs, bias, residual, y, partial, semaphores, N, M, blocks, whole, stride);
 }
 #endif
 

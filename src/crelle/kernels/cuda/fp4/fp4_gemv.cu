@@ -3,14 +3,15 @@
 //
 // A thread block takes TILES tiles of 16 rows, its warps share the blocks of 256 inputs: each has its own load pipeline
 // for the weights, first issued before the previous kernel is done, and its own inputs of x in shared memory, where f,
-// an operation of the model (`Prologue`), is applied to them. Weights become 16-bit operands of m16n8k16 (fp4_codes.cuh)
-// and lose nothing; tokens are the instruction's columns, so that eight cost what one costs, and sums are f32. Sums of
-// the warps are added in one order, whatever the number of tokens.
+// an operation of the model (`Prologue`), is applied to them. Weights become 16-bit operands of m16n8k16
+// (fp4_codes.cuh) and lose nothing; tokens are the instruction's columns, so that eight cost what one costs, and sums
+// are f32. Sums of the warps are added in one order, whatever the number of tokens.
 //
-// What bounds it: an H200 reads 8.2 (MXFP4) or 7.7 (NVFP4) weights a cycle and quarter of a multiprocessor at 4.4 TB/s
-// and 1.83 GHz, so 32 of a lane have 125 or 132 cycles. Of them the loop issues 75 instructions, 44 for the integer
-// units, which take one every other cycle. (With scales multiplied into the sums there are no fewer for one token, and
-// more for four; with x as digits of 8 bits the bytes of weights need a table twice as large, or a correction of signs.)
+// What bounds it: at 4.4 TB/s and 1.83 GHz an H200 reads 32 weights of each lane in 119 (MXFP4) or 126 cycles (NVFP4)
+// of a quarter of a multiprocessor. For them the loop issues 77 to 82 instructions, two tiles or one (disassembly), 46
+// of them for the integer units, which take one every other cycle; for bf16 87 to 91, and 54. Scales multiplied into
+// the sums instead would be fewer instructions for one token and more from four on; x as digits of 8 bits would need
+// tables of 16 bytes or a correction of signs, and a launch that encodes x.
 #include "fp4/fp4_codes.cuh"
 #include "ptx/run_pipeline.cuh"
 #include "step/prologue.cuh"
@@ -133,7 +134,7 @@ __device__ __forceinline__ void fp4_product(const Fp4Product<T, Y> &p, char *sha
 #pragma unroll
       for (int j = 0; j < TILES; j++) {
         operands.scale(Block::pair(chunk < 2 ? scales[j].x : scales[j].y, chunk));
-        const auto step = [&](float(&to)[4], uint32 word, uint32 b0, uint32 b1) {
+        const auto step = [&](float (&to)[4], uint32 word, uint32 b0, uint32 b1) {
           uint32 a[4];
           operands.unpack(a, word);
           multiply<T>(to, a[0], a[1], a[2], a[3], b0, b1);
@@ -150,8 +151,7 @@ __device__ __forceinline__ void fp4_product(const Fp4Product<T, Y> &p, char *sha
   for (int j = 0; j < TILES; j++)
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      if (2 * t + i % 2 < M)
-        sums[(warp * M + 2 * t + i % 2) * ROWS + j * 16 + g + i / 2 * 8] = d[j][0][i] + d[j][1][i];
+      if (2 * t + i % 2 < M) sums[(warp * M + 2 * t + i % 2) * ROWS + j * 16 + g + i / 2 * 8] = d[j][0][i] + d[j][1][i];
   __syncthreads();
   for (int i = threadIdx.x; i < M * ROWS; i += WARPS * 32) {
     const int m = i / ROWS, r = i % ROWS, n = tile * 16 + r;

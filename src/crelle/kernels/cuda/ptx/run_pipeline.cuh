@@ -1,7 +1,8 @@
 // A warp's load pipeline whose stages are COUNT runs of the same length, by cp.async or by the bulk copy engine.
 //
-// refill(stage, from, there, seen, stride, last): asks for run i at from + min(i, last) * stride. The address of what is
-// loaded depends on `seen`, an OR of all that was read from the stage that it overwrites (docs/notes/cuda-kernels.md).
+// refill(stage, from, there, seen, stride, last): asks for run i at from + min(i, last) * stride. The address of what
+// is loaded depends on `seen`, an OR of all that was read from the stage that it overwrites
+// (docs/notes/cuda-kernels.md).
 #pragma once
 #include "ptx/copies.cuh"
 #include "ptx/shared_loads.cuh"
