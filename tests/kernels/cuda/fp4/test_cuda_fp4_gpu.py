@@ -61,7 +61,7 @@ def test_extreme_scales(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_all_tile_configs_give_the_same_to_the_last_bit_of_a_sum(kind: str) -> None:
+def test_all_tile_configs_give_the_same_but_for_the_order_of_sums(kind: str) -> None:
     w = random_fp4(4000, 4096, kind, "cuda")
     laid, x = lay_out(w), torch.randn(2, 4096, device="cuda", dtype=HALF)
     wanted = x.double() @ w.dequantize(torch.float64).T
@@ -72,7 +72,7 @@ def test_all_tile_configs_give_the_same_to_the_last_bit_of_a_sum(kind: str) -> N
                 if fp4_gemv.shared_bytes(laid, 2, c) > most_shared_memory() - 1024:
                     continue
                 y = fp4_gemv.product(x, laid, dtype=torch.float32, config=c)
-                assert relative(y, wanted) < 2e-6, c
+                assert relative(y, wanted) < 1e-5, c  # tensor cores cut f32 sums off
                 for _ in range(20):
                     assert torch.equal(fp4_gemv.product(x, laid, dtype=torch.float32, config=c), y), c
 
