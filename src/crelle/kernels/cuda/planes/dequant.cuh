@@ -12,6 +12,7 @@
 #pragma once
 #include "planes/scales.cuh"
 #include "planes/dequant_lut.cuh"
+#include "ptx/shared_loads.cuh"
 
 namespace crelle {
 
@@ -232,11 +233,7 @@ struct Weights {
   }
   // Zero, but not before all that was loaded is there: the copy engine does not wait for reads that are under way, so
   // what it is asked to write over them has to. `positive` is; the compiler must not know.
-  __device__ __forceinline__ int nothing(int positive) const {
-    int zero;
-    asm volatile("shr.u32 %0, %1, %2;" : "=r"(zero) : "r"(seen), "r"(positive < 0 ? 31 : 32));
-    return zero;
-  }
+  __device__ __forceinline__ int nothing(int positive) const { return crelle::nothing(seen, positive); }
   // Half of the steps are done: the others are 0 ... 3 again.
   __device__ __forceinline__ void next_half() { dequantizer.next_half(); }
   // The lane's part of the left operand (16 rows, 16 inputs) of step STEP = 0 ... 3.

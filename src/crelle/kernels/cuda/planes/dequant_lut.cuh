@@ -35,12 +35,6 @@ struct Scale {
 
 __device__ __forceinline__ uint32 twice(uint32 rows, int row) { return __byte_perm(rows, 0, row ? 0x3232 : 0x1010); }
 
-// Bits of `a` where the mask has ones, of `b` elsewhere.
-__device__ __forceinline__ uint32 mixed(uint32 mask, uint32 a, uint32 b) {
-  uint32 v;  // the compiler would make two instructions of it
-  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(v) : "r"(mask), "r"(a), "r"(b));
-  return v;
-}
 // Planes of one row as nibbles; the last plane is the lowest bit. Two planes become pairs of bits first, of the even
 // and the odd inputs, then two such pairs a nibble.
 template <int COUNT>

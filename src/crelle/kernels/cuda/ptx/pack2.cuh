@@ -47,4 +47,11 @@ __device__ __forceinline__ uint32 bytes_of(uint32 a, uint32 b, uint32 selector) 
   return v;
 }
 
+// Bits of `a` where the mask has ones, of `b` elsewhere.
+__device__ __forceinline__ uint32 mixed(uint32 mask, uint32 a, uint32 b) {
+  uint32 v;  // the compiler would make two instructions of it
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(v) : "r"(mask), "r"(a), "r"(b));
+  return v;
+}
+
 }  // namespace crelle

@@ -26,5 +26,6 @@ struct Pack2 {
   }
 };
 inline uint32 bytes_of(uint32 a, uint32 b, uint32 selector) { return __byte_perm(a, b, selector); }
+inline uint32 mixed(uint32 mask, uint32 a, uint32 b) { return (mask & a) | (~mask & b); }
 
 }  // namespace crelle

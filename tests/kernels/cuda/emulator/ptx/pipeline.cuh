@@ -24,6 +24,10 @@ struct Pipeline {
   void copy(char *to, const void *from, int bytes) {
     for (int i = lane * 16; i < bytes; i += 512) open.push_back({to + i, static_cast<const char *>(from) + i});
   }
+  void issue_load(int s, const void *a, int first, const void *b, int second) {
+    copy(base + s * BYTES, a, first), copy(base + s * BYTES + first, b, second);
+    issue_nothing();
+  }
   void issue_nothing() { groups.push_back(open), open.clear(); }
   const char *wait(int s, int) {
     for (; landed + (STAGES - TOGETHER) < groups.size(); landed++)

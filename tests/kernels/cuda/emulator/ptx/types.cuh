@@ -248,6 +248,19 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
   const unsigned bit = (unsigned)mine << emulator.current % 32;
   return __reduce_or_sync(~0u, bit);
 }
+inline unsigned __match_any_sync(unsigned, int mine) {
+  const int me = emulator.current;
+  emulator.in[me][0] = static_cast<unsigned>(mine);
+  with_warp([](int first) {
+    for (int i = 0; i < 32; i++) {
+      unsigned same = 0;
+      for (int j = 0; j < 32; j++) same |= (emulator.in[first + i][0] == emulator.in[first + j][0]) << j;
+      emulator.out[first + i][0] = same;
+    }
+  });
+  return emulator.out[me][0];
+}
+inline int __ffs(unsigned v) { return __builtin_ffs(v); }
 inline bool __any_sync(unsigned, bool mine) { return __ballot_sync(~0u, mine) != 0; }
 inline bool __all_sync(unsigned, bool mine) { return __ballot_sync(~0u, mine) == ~0u; }
 template <typename T>
@@ -288,8 +301,9 @@ template <typename T>
 inline T from_float(float v) {
   return T(v);
 }
-inline float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
-inline float min_nan(float a, float b) { return a != a || b != b ? NAN : a < b ? a : b; }
+inline bool below(float a, float b) { return a < b || (a == b && std::signbit(a) && !std::signbit(b)); }  // -0 < 0
+inline float max_nan(float a, float b) { return a != a || b != b ? NAN : below(a, b) ? b : a; }
+inline float min_nan(float a, float b) { return a != a || b != b ? NAN : below(a, b) ? a : b; }
 inline float relu(float v) { return max_nan(v, 0); }
 template <Prologue OP>
 inline float gelu_of(float v) {
@@ -311,7 +325,19 @@ inline float __expf(float v) { return expf(v); }
 inline float rsqrtf(float v) { return 1 / sqrtf(v); }
 inline double rsqrt(double v) { return 1 / std::sqrt(v); }
 inline uint32 kept(uint32 v) { return v; }
+template <bool YES, typename A, typename B>
+struct Conditional {
+  using type = A;
+};
+template <typename A, typename B>
+struct Conditional<false, A, B> {
+  using type = B;
+};
 inline int __float2int_rn(float v) { return static_cast<int>(std::nearbyint(v)); }
+template <int WORDS>
+inline void take(uint32 (&to)[WORDS], const uint32 *from) {
+  memcpy(to, from, sizeof to);
+}
 template <typename T, typename F>
 inline T reduced(T v, F both) {
   for (int i = 16; i; i /= 2) v = both(v, __shfl_xor_sync(~0u, v, i));
