@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from crelle.formats.kv.pages import KVFormat, KVPages
 from crelle.kernels import cuda
 from crelle.kernels.cuda.attention.varlen import pack_prefills
 from crelle.kernels.cuda.dispatch import GEMV_ROWS
+from crelle.kernels.cuda.experts.fused import matrices
+from crelle.kernels.cuda.experts.weights import supports_weights
 from crelle.kernels.cuda.launch import recording
 from crelle.kernels.cuda.planes.bmma_gemv import BitSerialX
 from crelle.kernels.cuda.step.decode_step import Step, StepLayer
@@ -73,6 +75,9 @@ def supports_model(model: DecoderModules, kv: KVFormat) -> str | None:
     for linear in model.linears():
         if isinstance(linear.prepared.kernel, RotatedKernel):
             return f"the step does not rotate the inputs of matrices of the format '{linear.prepared.problem.format}'"
+    for layer in cast(Iterable[Any], model.layers):
+        if layer.spec.mlp.experts is not None and (why := supports_weights([*map(matrices, layer.mlp.experts)])):
+            return why
     return supports(model.spec, kv, model.dtype)
 
 
@@ -242,6 +247,14 @@ class CudaExecutor:
                 x, addend = layer.o.linear_residual(attended, x, batch_invariant=invariant)
             else:
                 addend = layer.o.linear_norm(attended, layer.post_attention_norm, batch_invariant=invariant)
+            if layer.experts is not None:
+                x = x if addend is None else x + addend
+                sandwich = layer.post_mlp_norm is not None
+                y = layer.experts(x, layer.norm, layer.norm_mlp, None if sandwich else x, invariant)
+                x, addend = (x, layer.post_mlp_norm.apply(y)) if layer.post_mlp_norm is not None else (y, None)
+                continue
+            assert layer.up is not None
+            assert layer.down is not None
             y, x = layer.up.norm_linear(x, addend, layer.norm, layer.norm_mlp, invariant)
             if layer.post_mlp_norm is None:
                 x, addend = layer.down.linear_residual(y, x, layer.activation, invariant)

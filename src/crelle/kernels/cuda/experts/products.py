@@ -74,9 +74,7 @@ class ExpertGemvConfig:
     occupancy: int  # thread blocks that a multiprocessor holds
 
 
-def up_variant(
-    e: ExpertWeights, s: ExpertGemvConfig, op: Prologue, dtype: torch.dtype
-) -> tuple[str, str]:
+def up_variant(e: ExpertWeights, s: ExpertGemvConfig, op: Prologue, dtype: torch.dtype) -> tuple[str, str]:
     arguments = f"{_form(e.gate)}, {per_lane(e.count)}, crelle::{op}, crelle::{e.activation}"
     types = f"{C_TYPES[e.gate.scales.dtype]}, {C_TYPES[dtype]}"
     return "experts/expert_gemv.cu", f"crelle::expert_up<{arguments}, {s.warps}, {s.stages}, {s.occupancy}, {types}>"
@@ -207,7 +205,9 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """Return logits f32 [M, count] = x @ weight.T (+ bias), each row with one order of sums."""
     (M, K), count = x.shape, weight.shape[0]
     logits = torch.empty(M, count, dtype=torch.float32, device=x.device)
-    load(*logits_variant(x.dtype))((-(-count // 8), -(-M // _ROUTER_ROWS), 1), 256, x, weight, bias, logits, count, K, M, pdl=True)
+    load(*logits_variant(x.dtype))(
+        (-(-count // 8), -(-M // _ROUTER_ROWS), 1), 256, x, weight, bias, logits, count, K, M, pdl=True
+    )
     return logits
 
 
@@ -260,9 +260,7 @@ def sort(chosen: Tensor, e: ExpertWeights, tokens: int) -> Slots:
     return Slots(count, tokens, order, passes, pass_count)
 
 
-def gemm_variant(
-    e: ExpertWeights, gated: bool, s: ExpertGemmConfig, dtype: torch.dtype
-) -> tuple[str, str]:
+def gemm_variant(e: ExpertWeights, gated: bool, s: ExpertGemmConfig, dtype: torch.dtype) -> tuple[str, str]:
     w = e.gate if gated else e.down
     arguments = f"{str(gated).lower()}, {_form(w)}, {s.tokens}, crelle::{e.activation}"
     pieces = f"{s.warps_n}, {s.warps_k}, {s.stages}, {s.occupancy}"

@@ -19,7 +19,9 @@ def supports(mlp: MlpSpec, width: int) -> str | None:
     if (spec := mlp.experts) is None:
         return None
     if not mlp.gated or mlp.activation not in ACTIVATIONS:
-        return f"has experts with a gated {' or '.join(ACTIVATIONS)}, not {mlp.activation} {'gated' * mlp.gated}".strip()
+        return (
+            f"has experts with a gated {' or '.join(ACTIVATIONS)}, not {mlp.activation} {'gated' * mlp.gated}".strip()
+        )
     if spec.count > MAX_EXPERTS or spec.top > MAX_TOP:
         return f"takes up to {MAX_TOP} of {MAX_EXPERTS} experts a token, not {spec.top} of {spec.count}"
     return f"takes experts of x of a multiple of 8 channels, not {width}" if width % 8 else None

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from crelle.formats.dense import DenseTensor
+from crelle.kernels.cuda.experts.fused import FusedExperts
+from crelle.kernels.cuda.experts.weights import supports as experts_supports
 from crelle.kernels.cuda.planes.bmma_gemv import BitSerialX
 from crelle.kernels.cuda.step import activations
 from crelle.kernels.cuda.step.activations import Prologue
@@ -46,9 +48,10 @@ def supports(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
             return "the step has RMS norms behind attention and feed-forward, not layer norms"
         if not layer.norm.affine or (a.qk_norm is not None and a.qk_norm.kind != "rms"):
             return "the step has norms with weights, and RMS norms of heads"
-        if mlp.experts is not None:
-            return "the step has one feed-forward a layer, no experts"
-        if reason := activations.supports(mlp.activation, mlp.gated):
+        if reason := experts_supports(mlp, spec.width):
+            return f"the step {reason}"
+        with_mlp = mlp.experts is None or mlp.experts.shared
+        if with_mlp and (reason := activations.supports(mlp.activation, mlp.gated)):
             return f"the step {reason}"
         if a.rope is not None and a.rope.channels != a.head_size:
             return "the step rotates whole heads, not a part of them"
@@ -98,7 +101,7 @@ class StepLayer:
 
     spec: LayerSpec
     norm: Prologue  # how norms are fused into products
-    activation: Prologue
+    activation: Prologue  # of the feed-forward; PLAIN where there are experts
     norm_attention: Norm
     qkv: FusedLinear
     q_norm: Tensor | None
@@ -109,12 +112,13 @@ class StepLayer:
     post_attention_norm: Norm | None  # sandwich only
     norm_mlp: Norm
     post_mlp_norm: Norm | None
-    up: FusedLinear  # gate and up where gated
-    down: FusedLinear
+    up: FusedLinear | None  # gate and up where gated
+    down: FusedLinear | None
+    experts: FusedExperts | None  # in their place
 
     @property
     def linears(self) -> tuple[FusedLinear, ...]:
-        return self.qkv, self.o, self.up, self.down
+        return tuple(linear for linear in (self.qkv, self.o, self.up, self.down) if linear is not None)
 
     @property
     def window(self) -> int | None:
@@ -142,11 +146,13 @@ class Step:
         for layer in cast(Iterable[Any], model.layers):
             a, mlp, spec = layer.attention, layer.mlp, cast(LayerSpec, layer.spec)
             cos, sin = (None, None) if spec.attention.rope is None else tables[spec.attention.rope]
+            experts = None if spec.mlp.experts is None else FusedExperts(mlp, spec.mlp, dtype)
+            plain = experts is None  # one feed-forward
             self.layers.append(
                 StepLayer(
                     spec=spec,
                     norm=_NORMS[spec.norm.kind],
-                    activation=activations.activation_op(spec.mlp.activation, spec.mlp.gated),
+                    activation=activations.activation_op(spec.mlp.activation, spec.mlp.gated) if plain else "PLAIN",
                     norm_attention=_norm(layer.norm_attention),
                     qkv=fuse([a.q, a.k, a.v], dtype),
                     q_norm=None if a.q_norm is None else a.q_norm.weight,
@@ -157,8 +163,9 @@ class Step:
                     post_attention_norm=_optional(layer.post_attention_norm),
                     norm_mlp=_norm(layer.norm_mlp),
                     post_mlp_norm=_optional(layer.post_mlp_norm),
-                    up=fuse([mlp.gate, mlp.up] if spec.mlp.gated else [mlp.up], dtype),
-                    down=fuse([mlp.down], dtype),
+                    up=fuse([mlp.gate, mlp.up] if spec.mlp.gated else [mlp.up], dtype) if plain else None,
+                    down=fuse([mlp.down], dtype) if plain else None,
+                    experts=experts,
                 )
             )
         self.norm, self.head = _norm(model.output.norm), fuse([model.head], dtype)
@@ -180,6 +187,12 @@ class Step:
         coming = [(layer.norm_attention, layer.qkv) for layer in self.layers[1:]] + [(self.norm, self.head)]
         for i, (layer, (next_norm, following)) in enumerate(zip(self.layers, coming, strict=True)):
             attended = attend(i, layer, layer.qkv(seen, layer.norm, layer.norm_attention))
+            if layer.experts is not None:
+                x = layer.o(attended, residual=x)
+                seen = x = layer.experts(x, layer.norm, layer.norm_mlp, x)
+                continue
+            assert layer.up is not None
+            assert layer.down is not None
             x, seen = layer.o.normed(attended, layer.norm_mlp, layer.up, residual=x)
             inner = layer.up.activated(seen, layer.activation, layer.down, layer.norm, layer.norm_mlp)
             x, seen = layer.down.normed(inner, next_norm, following, layer.activation, residual=x)

@@ -46,6 +46,10 @@ class Norm:
     bias: Tensor | None
     eps: float
 
+    def apply(self, x: Tensor) -> Tensor:
+        """Return norm(x) for any number of rows."""
+        return dense.apply(x, "RMS_NORM" if self.bias is None else "LAYER_NORM", self.weight, self.bias, self.eps)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Activated:
