@@ -4,9 +4,9 @@
 
 Every matrix is made when it is asked for, straight in its quantized form (random planes, plausible scales), on the
 device, and not kept: 175 billion weights at 3 bits pass through one layer at a time and never exist as floats. What is
-random is the same for the same (seed, name, device kind). Inside the layers matrices follow the scheme; embeddings and
-the head are f16, as `crelle quantize` leaves them. A weight has the standard deviation 1/sqrt(inputs), 0.02 at 2500
-inputs, so that activations neither grow nor fade from layer to layer.
+random is the same for the same (seed, name, device kind). Biases that a family can do without are left out. Inside the
+layers matrices follow the scheme; embeddings and the head are f16, as `crelle quantize` leaves them. A weight has the
+standard deviation 1/sqrt(inputs), 0.02 at 2500 inputs, so that activations neither grow nor fade from layer to layer.
 """
 
 import hashlib
@@ -234,8 +234,4 @@ class RandomWeights:
 
 def _shapes(weights: RandomWeights) -> dict[str, tuple[int, ...]]:
     """Return the model's tensors by the names that the family's code asks for."""
-    if weights.config["model_type"].startswith("qwen"):
-        raise UnsupportedError(
-            f"random weights are made for Llama, Mistral and OPT, not {weights.config['model_type']}"
-        )
     return tensor_shapes(architecture(weights, ()))

@@ -43,6 +43,26 @@ GEMMA3 = {
     "sliding_window": 20,
     "norm_weight_offset": 0.0,
 }
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
+QWEN2_MOE = {
+    **LLAMA,
+    "model_type": "qwen2_moe",
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 136,
+    "shared_expert_intermediate_size": 320,
+    "mlp_only_layers": [1],
+}
+MIXTURES = {"mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE, "qwen3-moe": QWEN3_MOE}
 CONFIGS = {
     "llama": LLAMA,
     "opt": OPT,

@@ -185,7 +185,7 @@ def working_bytes_of(
     c: DecoderSpec, max_batch: int, budget: int, gpu_element_size: int | None, tokens: int | None = None
 ) -> int:
     """Return the same of a decoder that is only described; bytes of an activation on a GPU, None on a CPU."""
-    row = 4 * c.width + 4 * c.inner + 4 * c.heads * c.head_size  # inputs, outputs and what is made of them
+    row = _row_values(c)
     scores = 2 * c.heads * SLAB  # and their exponentials, where a prompt's tokens attend together
     logits = 4 * 3 * max_batch * c.vocabulary  # their softmax, one sorted
     if gpu_element_size is None:
@@ -198,10 +198,17 @@ def working_bytes_of(
     return step + prefill_graph_bytes(c, budget, gpu_element_size, longest) + logits + tables + angles
 
 
+def _row_values(c: DecoderSpec) -> int:
+    """Bound the values of a token at one time: inputs, outputs and what is made of them, for each of its experts."""
+    slots = max((layer.mlp.experts.top for layer in c.layers if layer.mlp.experts is not None), default=0)
+    mixture = slots * (-(-c.inner // 256) * 256 + c.width)
+    return 4 * c.width + max(4 * c.inner, mixture) + 4 * c.heads * c.head_size
+
+
 def prefill_graph_bytes(c: DecoderSpec, budget: int, element_size: int, longest: int) -> int:
     """Bound what graphs of prefills hold: their memory is their own."""
     rows, keys = min(budget, ROWS[-1]), min(longest, KEYS)
-    row = 4 * c.width + 4 * c.inner + 4 * c.heads * c.head_size
+    row = _row_values(c)
     return element_size * (rows * row + 2 * c.kv_heads * c.head_size * keys) + 4 * SEQUENCES[-1] * c.vocabulary
 
 
@@ -213,7 +220,8 @@ def weight_bytes(models: Iterable[Model]) -> int:
             _count(linear.prepared.data, sizes)
             _count(linear.bias, sizes)
         if model.device.type == "cuda":  # small matrices a second time, as the step of few sequences reads them
-            sizes[id(model)] = copy_bytes((x for x in model.linears() if x is not model.head), model.dtype.itemsize)
+            apart = {id(model.head), *map(id, _of_experts(model))}
+            sizes[id(model)] = copy_bytes((x for x in model.linears() if id(x) not in apart), model.dtype.itemsize)
         embedding = model.embedding.weight
         if embedding is not model.head.weight:
             sizes[id(embedding)] = nbytes(embedding)
@@ -222,6 +230,12 @@ def weight_bytes(models: Iterable[Model]) -> int:
                 if isinstance(t := getattr(module, name, None), Tensor):
                     _count(t, sizes)
     return sum(sizes.values())
+
+
+def _of_experts(model: Model) -> list[Any]:
+    """Return the linears of which a token takes some."""
+    mixtures = [layer.mlp.experts for layer in model.layers if layer.spec.mlp.experts is not None]
+    return [linear for each in mixtures for expert in each for linear in (expert.gate, expert.up, expert.down)]
 
 
 def _count(x: Any, sizes: dict[int, int]) -> None:

@@ -80,6 +80,8 @@ class FusedExperts:
     def _logits(self, h: Tensor, batch_invariant: bool) -> Tensor:
         """Return f32 [M, experts (+ 1, the shared gate)]."""
         router = self.router
+        if router.has_copy:
+            return products.router_logits(h, router.plain_copy(h.device), router.bias)
         if isinstance(router, DenseLinear) and len(router.weights) == 1:
             return products.router_logits(h, router.weights[0], router.bias)
         return router.linear(h, batch_invariant=batch_invariant).float()

@@ -271,6 +271,15 @@ class FusedLinear(ABC):
         both = self._fused_rows(h, None, op, None, batch_invariant)
         return None if both is None else both[0]
 
+    @property
+    def has_copy(self) -> bool:
+        """Whether the matrices are small and kept dequantized."""
+        return self._small
+
+    def plain_copy(self, device: torch.device) -> Tensor:
+        """Return small matrices as one in 16 bits."""
+        return self._dequantized(device)
+
     # --- matrices as one ----------------------------------------------------------------------------------------------
 
     def _dequantized(self, device: torch.device) -> Tensor:
