@@ -74,7 +74,7 @@ def check(shape: str, scheme: str) -> float:
     executor = decoder.engine.runner.cuda_executor(None)
     assert executor is not None
     ids = torch.randint(model.spec.vocabulary, (64, 40), generator=torch.Generator().manual_seed(0))
-    wanted = torch.cat([model(some.cuda(), model.new_cache(len(some))).cpu() for some in ids.split(16)])
+    wanted = torch.cat([model(some.cuda(), model.new_cache(len(some))).cpu() for some in torch.split(ids, 16)])
     each = 48 // fmt.page
     pages = torch.arange(64 * each).view(64, each).tolist()
     at = 30
@@ -99,8 +99,8 @@ def step_bytes(model: Model, chosen: list[int]) -> int:
         return sum(w.numel() * w.element_size() if isinstance(w, Tensor) else w.nbytes for w in each)
 
     total = size(model.linears())
-    for layer, n in zip(model.layers, chosen, strict=True):
-        experts: Any = layer.mlp.experts
+    for layer, n in zip(cast(Any, model.layers), chosen, strict=True):
+        experts = layer.mlp.experts
         total -= round(size([x for e in experts for x in (e.gate, e.up, e.down)]) * (1 - n / len(experts)))
     return total
 

@@ -43,6 +43,7 @@ LARGE: Mapping[str, Config] = {
         "head_dim": 128,
         "num_experts": 128,
         "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
         "moe_intermediate_size": 768,
     },
 }

@@ -234,7 +234,8 @@ def weight_bytes(models: Iterable[Model]) -> int:
 
 def _of_experts(model: Model) -> list[Any]:
     """Return the linears of which a token takes some."""
-    mixtures = [layer.mlp.experts for layer in model.layers if layer.spec.mlp.experts is not None]
+    layers: Any = model.layers
+    mixtures = [layer.mlp.experts for layer in layers if layer.spec.mlp.experts is not None]
     return [linear for each in mixtures for expert in each for linear in (expert.gate, expert.up, expert.down)]
 
 

@@ -10,8 +10,9 @@
 All launch on the current stream, allocate only through torch, need nothing of the host and can be captured in a graph.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -145,13 +146,15 @@ def down(
     return y
 
 
-def gemv_config(w: CudaWeight, units: int, tiles: int, encoded: int | None = None) -> ExpertGemvConfig:
+def gemv_config(
+    w: CudaWeight, units: int, tiles: int, encoded: int | None = None, hopper: bool | None = None
+) -> ExpertGemvConfig:
     """Return the tile config for products of so many blocks of 256 inputs and tiles of rows at a time.
 
     `encoded`: blocks of x that a thread block has bit-serial.
     """
     encoded = units if encoded is None else encoded
-    room = _ROOM if torch.cuda.get_device_capability() >= (9, 0) else _OLD_ROOM
+    room = _room(hopper)
     most = 3 if w.P <= 4 and w.groups <= 2 else 2  # registers
     deep = min(4, max(2, tiles * -(-units // _WARPS)))
     for occupancy in range(most, 0, -1):
@@ -297,11 +300,10 @@ def _grouped(x: Tensor, y: Tensor, slots: Slots, e: ExpertWeights, gated: bool) 
     )
 
 
-def gemm_config(w: CudaWeight, tokens: int) -> ExpertGemmConfig:
+def gemm_config(w: CudaWeight, tokens: int, hopper: bool | None = None) -> ExpertGemmConfig:
     """Return the tile config for passes of so many slots; K is split the same for all, for a slot's bits."""
     warps_k = next(n for n in (8, 4, 2, 1) if w.blocks / (-(-w.blocks // n) * n) >= 0.85)
-    hopper = torch.cuda.get_device_capability() >= (9, 0)
-    room, most = _ROOM if hopper else _OLD_ROOM, 1 if tokens > 16 or w.P > 4 else 2
+    room, most = _room(hopper), 1 if tokens > 16 or w.P > 4 else 2
     for occupancy in range(most, 0, -1):
         for stages in (4, 3, 2) if occupancy == 1 else (3, 2):
             s = ExpertGemmConfig(tokens, _WARPS // warps_k, warps_k, stages, occupancy)
@@ -337,6 +339,11 @@ def combine(
     return y
 
 
+def _room(hopper: bool | None) -> int:
+    """Return the bytes of shared memory of a multiprocessor; hopper: or newer, asked of the device unless given."""
+    return _ROOM if (torch.cuda.get_device_capability() >= (9, 0) if hopper is None else hopper) else _OLD_ROOM
+
+
 def _form(w: CudaWeight) -> str:
     return f"{w.P}, crelle::{w.kind.name}, {w.groups}"
 
@@ -344,3 +351,16 @@ def _form(w: CudaWeight) -> str:
 def _block_bytes(w: CudaWeight) -> int:
     """Of 16 rows and 256 inputs: planes that count, and scales."""
     return w.P * 512 + w.scales[0, 0].numel() * w.scales.element_size()
+
+
+def variants(i: int, gate: CudaWeight, down_w: CudaWeight, hopper: bool) -> Iterator[tuple[str, str]]:
+    """Return what CI compiles for the i-th of some weights: each value of each parameter comes in turn."""
+    dtype, activation = (torch.float16, torch.bfloat16)[i % 2], get_args(Activation)[i % 4]
+    e = ExpertWeights(torch.empty(0), gate, down_w, (8, 64, 128, 512)[i % 4], 2, True, activation)
+    op: Prologue = ("PLAIN", "RMS_NORM", "LAYER_NORM")[i % 3]  # type: ignore[assignment]
+    yield up_variant(e, gemv_config(gate, gate.blocks, 2, hopper=hopper), op, dtype)
+    yield down_variant(e, gemv_config(down_w, 8, 1, 8 * (i % 2), hopper=hopper), i % 2 == 1, dtype)
+    tokens = PASSES[i % 3]
+    for gated in (True, False):
+        yield gemm_variant(e, gated, gemm_config(gate if gated else down_w, tokens, hopper), dtype)
+    yield from (route_variant(e.count), sort_variant(tokens), logits_variant(dtype), combine_variant(dtype))

@@ -20,6 +20,7 @@ from crelle.kernels.cuda.attention import decode_attention, paged_attention
 from crelle.kernels.cuda.dense import dense
 from crelle.kernels.cuda.fp4 import fp4_gemm, fp4_gemv
 from crelle.kernels.cuda.fp4.fp4_layout import Fp4Weight
+from crelle.kernels.cuda.experts import products
 from crelle.kernels.cuda.integer import integer_encode, integer_gemm, integer_layout
 from crelle.kernels.cuda.lut import lut
 from crelle.kernels.cuda.mixed import mixed_config, mixed_decode, mixed_gemm, mixed_gemv
@@ -54,6 +55,7 @@ def instantiations(arch: str) -> list[Instantiation]:
             *_integer_gemm(capability),
             *_trellis(capability),
             *_fp4(capability),
+            *_experts(capability),
             *_attention_dense_embed(),
             *paged_attention.variants(),
             *residual_norm_pack.variants(),
@@ -244,6 +246,20 @@ def _fp4(capability: tuple[int, int]) -> Iterator[Instantiation]:
             yield fp4_gemm.variant(w, s, dtype)
         for count in (1, 64, 256) if hopper else ():
             yield fp4_gemm.variant(weights[0], fp4_gemm.invariant_config(weights[0], count), dtype)
+
+
+def _experts(capability: tuple[int, int]) -> Iterator[Instantiation]:
+    forms = (
+        (ScaleKind.UNIFORM, 4, 128, HALF),
+        (ScaleKind.BCQ, 2, 64, BF16),
+        (ScaleKind.AFFINE, 3, 256, HALF),
+        (ScaleKind.BCQ_SYMMETRIC, 8, 32, F32),
+        (ScaleKind.UNIFORM_SYMMETRIC, 5, 128, HALF),
+        (ScaleKind.UNIFORM, 4, 128, BF16),
+    )
+    for i, form in enumerate(forms):
+        laid = weight_layout.lay_out(_weight(*form))
+        yield from products.variants(i, replace(laid, N=768), replace(laid, N=2048), capability >= (9, 0))
 
 
 def _attention_dense_embed() -> Iterator[Instantiation]:
