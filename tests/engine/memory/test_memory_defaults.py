@@ -36,6 +36,7 @@ def described(shape: str, device: str, weights: int, **changes: Any) -> Model:
             decoder=None,
             linears=lambda: [one],
             modules=list,
+            layers=[],
             embedding=SimpleNamespace(weight=table),
             head=SimpleNamespace(weight=table),
         ),

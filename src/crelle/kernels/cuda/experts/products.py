@@ -357,7 +357,7 @@ def variants(i: int, gate: CudaWeight, down_w: CudaWeight, hopper: bool) -> Iter
     """Return what CI compiles for the i-th of some weights: each value of each parameter comes in turn."""
     dtype, activation = (torch.float16, torch.bfloat16)[i % 2], get_args(Activation)[i % 4]
     e = ExpertWeights(torch.empty(0), gate, down_w, (8, 64, 128, 512)[i % 4], 2, True, activation)
-    op: Prologue = ("PLAIN", "RMS_NORM", "LAYER_NORM")[i % 3]  # type: ignore[assignment]
+    op: Prologue = ("PLAIN", "RMS_NORM", "LAYER_NORM")[i % 3]
     yield up_variant(e, gemv_config(gate, gate.blocks, 2, hopper=hopper), op, dtype)
     yield down_variant(e, gemv_config(down_w, 8, 1, 8 * (i % 2), hopper=hopper), i % 2 == 1, dtype)
     tokens = PASSES[i % 3]
