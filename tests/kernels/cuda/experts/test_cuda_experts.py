@@ -8,7 +8,9 @@ import torch
 from plane_weights import TOLERANCE, relative
 from torch import Tensor
 
+from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.experts import products
+from crelle.kernels.cuda.launch import recording
 from crelle.kernels.cuda.planes.weight_layout import ScaleKind
 
 pytestmark = pytest.mark.gpu
@@ -42,16 +44,35 @@ WAYS: dict[str, Callable[[expert_cases.Case, Tensor, Tensor], Tensor]] = {
 }
 
 
+CASES = [(*kind, shape) for i, kind in enumerate(KINDS) for shape in (SHAPES if i == 0 else ("narrow", "odd"))]
+
+
+def case_of(kind: ScaleKind, P: int, group: int, dtype: torch.dtype, shape: str) -> expert_cases.Case:
+    count, top, width, inner = SHAPES[shape]
+    options = {"count": count, "top": top, "width": width, "inner": inner, "bias": P == 3, "device": "cuda"}
+    return expert_cases.make(kind, P, group, dtype=dtype, normalize=P != 3, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Compile what these tests launch, on all cores."""
+    with recording() as found:
+        for kind in CASES:
+            case = case_of(*kind)
+            count, _, width, _ = SHAPES[kind[-1]]
+            for way in WAYS.values():
+                way(case, torch.zeros(1, width, device="cuda", dtype=kind[3]), torch.zeros(1, count, device="cuda"))
+    jit.compile_all(sorted(found))
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("kind", "P", "group", "dtype"), KINDS)
+@pytest.mark.parametrize(("kind", "P", "group", "dtype", "shape"), CASES)
 def test_chosen_experts_match_oracle(
     kind: ScaleKind, P: int, group: int, dtype: torch.dtype, shape: str, way: str
 ) -> None:
     torch.manual_seed(P)
-    count, top, width, inner = SHAPES[shape]
-    options = {"count": count, "top": top, "width": width, "inner": inner, "bias": P == 3, "device": "cuda"}
-    case = expert_cases.make(kind, P, group, dtype=dtype, normalize=P != 3, **options)  # type: ignore[arg-type]
+    count, top, width, _ = SHAPES[shape]
+    case = case_of(kind, P, group, dtype, shape)
     for rows in (1, 3, 40):
         x = torch.randn(rows, width, device="cuda").to(dtype) / 4
         logits = torch.randn(rows, count + 1, device="cuda")
