@@ -18,9 +18,9 @@ from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.formats.trellis import BITS, CODES, TrellisTensor
 from crelle.kernels.cuda.attention import decode_attention, paged_attention
 from crelle.kernels.cuda.dense import dense
+from crelle.kernels.cuda.experts import products
 from crelle.kernels.cuda.fp4 import fp4_gemm, fp4_gemv
 from crelle.kernels.cuda.fp4.fp4_layout import Fp4Weight
-from crelle.kernels.cuda.experts import products
 from crelle.kernels.cuda.integer import integer_encode, integer_gemm, integer_layout
 from crelle.kernels.cuda.lut import lut
 from crelle.kernels.cuda.mixed import mixed_config, mixed_decode, mixed_gemm, mixed_gemv
