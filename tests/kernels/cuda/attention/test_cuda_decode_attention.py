@@ -11,6 +11,7 @@ from crelle.kernels import cuda
 from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.attention import decode_attention
 from crelle.kernels.cuda.planes import bmma_gemv, weight_layout
+from crelle.kernels.reference_attention import AttendOptions
 
 gpu = pytest.mark.gpu
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -125,7 +126,7 @@ def check_against_oracle(case: tuple[object, ...], turn: int, dev: str) -> None:
     cos, sin = (angle.cos(), angle.sin()) if rotated else (None, None)
     weights = [(1 + 0.2 * torch.randn(D, device=dev)).to(dtype) if normed else None for _ in range(2)]
 
-    how = decode_attention.RopeNormArgs(cos, sin, window, *weights, eps)
+    how = decode_attention.RopeNormArgs(cos, sin, AttendOptions(window), *weights, eps)
     outs, caches = [], []
     for _ in range(3):
         (mine, table), out = (

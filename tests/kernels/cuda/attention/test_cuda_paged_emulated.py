@@ -11,6 +11,7 @@ from crelle.formats.kv.pages import KVFormat, KVPages, hadamard
 from crelle.kernels import reference_attention as kv
 from crelle.kernels.cuda.attention import paged_attention
 from crelle.kernels.cuda.attention.paged_attention import PagedTileConfig
+from crelle.kernels.reference_attention import AttendOptions
 
 HALF = torch.float16
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -158,7 +159,7 @@ def test_windows_and_padding(text: str) -> None:
     kv.append(random(140, 2, 64), random(140, 2, 64, seed=1), pages, table, [0, 0, 0], starts=[0, 100, 100, 140])
     q = random(3, 4, 64, seed=2)
     for window in (20, 64):
-        y = paged_attention.attend(q, pages, table, ints(*lengths), window=window, dtype=HALF)
+        y = paged_attention.attend(q, pages, table, ints(*lengths), how=AttendOptions(window), dtype=HALF)
         assert not y[1].any()
         for b in (0, 2):
             want = kv.attend(q[b : b + 1].float(), pages, table[b : b + 1], [lengths[b]], window=window)[0]
