@@ -403,9 +403,10 @@ class CudaExecutor:
             scale=layer.spec.attention.scale,
             window_size_left=None if window is None else window - 1,
         )
-        y, log_sum = seen[:2]  # [N, H, D]; f32 [H, N]: log of the sum of exp(score)
-        # With a sink s, that sum has exp(s) more: y is multiplied by exp(log_sum) / (exp(log_sum) + exp(s)).
-        return y if sinks is None else y * torch.sigmoid(log_sum.T - sinks)[..., None].to(y.dtype)
+        if sinks is None:
+            return seen[0]
+        # seen[1], f32 [H, N], is the log l of the sum of exp(score), which with a sink s has exp(s) more.
+        return seen[0] * torch.sigmoid(seen[1].T - sinks)[..., None].to(q.dtype)  # exp(l) / (exp(l) + exp(s))
 
     def _unrotated(self, layer: int, y: Tensor) -> Tensor:
         """Undo the Hadamard rotation of rotated pages, which is its own inverse."""

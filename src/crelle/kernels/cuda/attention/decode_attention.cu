@@ -17,7 +17,7 @@
 #include "ptx/copies.cuh"
 #include "ptx/dsmem.cuh"
 #include "planes/bitserial.cuh"
-#include "attention/softmax.cuh"
+#include "attention/extras.cuh"
 #include "ptx/tensorcore.cuh"
 #include "attention/rope.cuh"
 
@@ -80,7 +80,7 @@ struct Tiles {
 // qkv [B, (heads + 2 kv_heads) D]; pages [pages, 2, kv_heads, page, D], page a multiple of 16; table [B, max_pages];
 // position [B]: of the new tokens, -1: padding, nothing is stored and out is 0; cos, sin f32 [context, R/2] and the
 // norms' weights [D] may be null; out [B, heads D]; window: how many positions a token sees, itself among them.
-// EXTRAS (softmax.cuh): scores are bounded by `softcap`; each head has one more score, sinks f32 [heads].
+// EXTRAS (extras.cuh): scores are bounded by `softcap`; each head has one more score, sinks f32 [heads].
 // parts, semaphores (zeros): only without clusters. Grid (SPLITS, kv_heads * chunks of G query heads, B).
 // DIGITS is 0, or the M of bitserial.cuh: heads of 128 channels are half blocks then and are stored bit-serial, `out`
 // and `xscale`.

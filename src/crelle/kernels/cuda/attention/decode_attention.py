@@ -91,7 +91,7 @@ def attend_variant(
 ) -> tuple[str, str]:
     """`cluster`: splits are added in distributed shared memory (sm_90); `bitserial`: DIGITS of decode_attention.cu.
 
-    `rotated`: channels of a head that are (all); `extra`: EXTRAS of softmax.cuh (`extras`).
+    `rotated`: channels of a head that are (all); `extra`: EXTRAS of extras.cuh (`extras`).
     """
     arguments = f"{head_size}, {p.group}, {p.splits}, {p.stages}, {p.warps}, {str(cluster).lower()}, {bitserial}"
     arguments += f", {rotated or head_size}, {extra}"
@@ -99,7 +99,7 @@ def attend_variant(
 
 
 def extras(how: AttendOptions) -> int:
-    """Return EXTRAS of softmax.cuh: 1 for a soft cap, 2 for sinks."""
+    """Return EXTRAS of extras.cuh: 1 for a soft cap, 2 for sinks."""
     return (how.softcap is not None) + 2 * (how.sinks is not None)
 
 

@@ -25,7 +25,7 @@
 #include "planes/bitserial.cuh"
 #include "attention/kv_loader.cuh"
 #include "ptx/semaphore.cuh"
-#include "attention/softmax.cuh"
+#include "attention/extras.cuh"
 #include "mainloop/x_layout.cuh"
 
 namespace crelle {
@@ -70,7 +70,7 @@ struct __align__(4 * WORDS) Vector {
 // even. DIGITS is 0, or the M of bitserial.cuh: heads of 128 channels are half blocks then and are stored bit-serial,
 // `out` and `xscale`. parts [sets, splits, G, D], then [sets, splits, G, 2], semaphores [sets] (zeros): where there are
 // splits. Grid (splits, kv_heads * chunks of G query heads, B). E: the type of pages and q; T: that of out. OCCUPANCY:
-// warps for which the registers of a multiprocessor shall suffice. EXTRAS (softmax.cuh): scores are bounded by
+// warps for which the registers of a multiprocessor shall suffice. EXTRAS (extras.cuh): scores are bounded by
 // `softcap`; each head has one more score, sinks f32 [heads].
 template <int D, int K_BITS, int K_C, int V_BITS, int V_C, int G, int U, int STAGES, int WARPS, int OCCUPANCY,
           bool ROTATE, int DIGITS, int EXTRAS, typename E, typename T>

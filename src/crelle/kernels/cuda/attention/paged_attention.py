@@ -143,7 +143,7 @@ def attend_variant(
 ) -> tuple[str, str]:
     """`values`: the type of 16-bit pages, f16 for codes; `dtype`: that of the result; `bitserial`: DIGITS.
 
-    `extra`: EXTRAS of softmax.cuh (decode_attention.extras).
+    `extra`: EXTRAS of extras.cuh (decode_attention.extras).
     """
     arguments = f"{_form(fmt, head_size)}, {p.group}, {p.tiles}, {p.stages}, {p.warps}, {p.occupancy}"
     types = f"{str(fmt.rotate).lower()}, {bitserial}, {extra}, {C_TYPES[values]}, {C_TYPES[dtype]}"

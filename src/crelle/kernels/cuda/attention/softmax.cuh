@@ -1,32 +1,15 @@
-// Softmax of attention: exp2, soft caps, sinks, and reductions over the rows of an mma's result.
+// Softmax of attention: exp2, and reductions over the rows of an mma's result.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace crelle {
 
-constexpr float MASKED = -3e38f;               // the logit of what is not seen
-constexpr float LOG2_E = 1.4426950408889634f;  // logits are base 2 here: exp(x) = 2^(x log2 e)
-
-// What a model's attention has in addition (`EXTRAS` of the kernels, a sum of these).
-enum Extra { SOFTCAP = 1, SINKS = 2 };
+constexpr float MASKED = -3e38f;  // the logit of what is not seen
 
 __device__ __forceinline__ float exp2_approx(float v) {
   float to;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(to) : "f"(v));
   return to;
-}
-
-// cap * tanh(v / cap), tanh(y) being 1 - 2 / (1 + exp(2 y)): off by some 1e-7 of the cap.
-__device__ __forceinline__ float soft_capped(float v, float cap) {
-  return cap - __fdividef(2 * cap, 1 + exp2_approx(2 * LOG2_E / cap * v));
-}
-
-// A sink is one more score, without a value: adds it to the sum `total` of 2^(score - top), which may raise the top.
-// Returns what all that was summed before is to be multiplied by.
-__device__ __forceinline__ float add_sink(float sink, float &top, float &total) {
-  const float now = fmaxf(top, sink * LOG2_E), factor = exp2_approx(top - now);
-  total = fmaf(total, factor, exp2_approx(sink * LOG2_E - now)), top = now;
-  return factor;
 }
 
 __device__ __forceinline__ float max_of_rows(float v) {

@@ -147,7 +147,7 @@ class Step:
         self.project_out = None if project_out is None else fuse([project_out], dtype)
         tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         for rope in s.ropes:
-            angle = torch.arange(s.context)[:, None] * rope.frequency.cpu()  # [context, D/2]
+            angle = torch.arange(s.context)[:, None] * rope.frequency.cpu()  # [context, R/2]
             turned = angle.cos() * rope.attention_factor, angle.sin() * rope.attention_factor
             tables[rope] = turned[0].to(model.device), turned[1].to(model.device)
         self.layers = []
