@@ -1,7 +1,7 @@
 """The CUDA executor on every dense family against EagerExecutor, over pages of the same format.
 
 On a GPU: prompts and steps as graphs. Without one: the same host code, with the kernels of attention and embedding
-emulated (emulated.py), graphs that run what they would have captured, and dense.cu and flash attention written in torch.
+emulated (emulated.py), graphs that run what they would have captured, and torch for dense.cu and for flash attention.
 """
 
 from collections.abc import Callable, Sequence
