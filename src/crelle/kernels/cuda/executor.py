@@ -354,7 +354,8 @@ class CudaExecutor:
                 return self._attend_rows(i, layer, q, rows, lengths)
             each = [
                 self._attend_prompts(
-                    *(i, layer, q[who.rows], where.table[who.prompts], *cu, who.longest_new, who.longest),
+                    *(i, layer, q[who.rows], where.table[who.prompts], cu[0], cu[1], who.longest_new),
+                    longest=who.longest,
                     total=who.all[-1],
                 )
                 for who, cu in calls

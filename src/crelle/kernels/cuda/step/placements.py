@@ -128,4 +128,5 @@ def _normed(x: Tensor, norm: Norm, head_size: int) -> Tensor:
     assert norm.weight is not None
     if norm.weight.numel() == x.shape[1]:
         return norm(x.contiguous())
-    return F.layer_norm(x.unflatten(-1, (-1, head_size)), (head_size,), norm.weight, norm.bias, norm.eps).flatten(1)
+    heads = x.reshape(len(x), -1, head_size)
+    return F.layer_norm(heads, (head_size,), norm.weight, norm.bias, norm.eps).flatten(1)
