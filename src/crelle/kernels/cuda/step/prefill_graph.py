@@ -76,7 +76,7 @@ class PrefillInputs:
         """Return each row's pages int32 [rows, width] and tokens int32 [rows], as if it were a sequence of its own."""
         row = torch.arange(self._bucket.rows, dtype=torch.int32, device=self.offsets.device)
         owner = torch.searchsorted(self.offsets[1:-1], row, right=True)  # padding: the sequence behind all others
-        return self.table[owner], torch.where(owner == self._bucket.sequences, 0, self.positions + 1)
+        return self.table[owner], (self.positions + 1).masked_fill(owner == self._bucket.sequences, 0)
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
         """Copy what some chunks need to the device; the rest is padding."""
