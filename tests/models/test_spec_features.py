@@ -80,13 +80,13 @@ def test_logits_equal_those_of_transformers(model: tuple[Path, Tensor]) -> None:
     assert (ours(path, (150, 20, *[1] * 30)) - expected).abs().max() <= 1e-4
 
 
-def test_it_runs_in_cpp_and_the_cuda_step_says_what_it_lacks(model: tuple[Path, Tensor], tmp_path: Path) -> None:
+def test_it_runs_in_cpp_and_the_cuda_step_lacks_only_experts(model: tuple[Path, Tensor], tmp_path: Path) -> None:
     """Quantized, and in an engine, in which each request has the same tokens as alone."""
     path, expected = model
     _, weights = load(path, device="cpu")
     spec = read_spec(weights)
     assert cpu_lacks(spec) is None
-    assert (cuda_lacks(spec, torch.float16) is None) == (spec.layers[0].mlp.experts is not None)
+    assert cuda_lacks(spec, torch.float16) is None
     quantize(path, tmp_path / "q", "rtn:bits=8,group=16")
     assert (ours(tmp_path / "q", (200,)) - expected).norm() < 0.2 * expected.norm()  # routers may choose others
     llm = LLM.load(tmp_path / "q", device="cpu")

@@ -185,7 +185,8 @@ def visible(T: int, S: int, window: int | None, device: torch.device) -> tuple[T
 def key_centers(model: "DecoderModel") -> list[Tensor]:
     """Return for each layer a vector f32 [Hkv, D] around which its keys lie, found with random tokens.
 
-    Any vector is right, for softmax does not see it (crelle.formats.kv.pages); a good one leaves less to quantize.
+    Any vector is right, for softmax does not see it (crelle.formats.kv.pages); a good one leaves less to quantize. A
+    soft cap and sinks do see it: layers that have one keep their keys as they are.
     Before rope, keys of all positions have one mean. Rope rotates it with the position: slowly in the pairs of channels
     that keep a mean, quickly in those where the average over positions is about 0, so this takes the average. The first
     token is left out: many models have it take the attention that nothing else wants, with a key of its own kind.
@@ -202,7 +203,10 @@ def key_centers(model: "DecoderModel") -> list[Tensor]:
                 f"{model.build.weights.path}: the keys of layer {i} are not finite, so that they have no centre for a "
                 "cache of 8 bits or fewer; the checkpoint is damaged, or its activations overflow"
             )
-    return [key_center(k, a.rope, spec.context) for k, a in zip(keys, spec.attentions, strict=True)]
+    return [
+        torch.zeros_like(k[0]) if a.sinks or a.softcap is not None else key_center(k, a.rope, spec.context)
+        for k, a in zip(keys, spec.attentions, strict=True)
+    ]
 
 
 def key_center(k: Tensor, rope: RopeSpec | None, context: int) -> Tensor:

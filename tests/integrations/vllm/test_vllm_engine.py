@@ -62,7 +62,7 @@ def two_ranks() -> str:
     "scheme", ["rtn:bits=4,group=128", "atom:w=4,a=8,group=32,outliers=32,tune=none", "trellis:bits=2"]
 )
 def test_inputs_that_cannot_be_split_are_gathered(even: Path, tmp_path: Path, scheme: str) -> None:
-    """Groups of 128 do not lie within halves of 192 inputs, Atom's contain inputs from all, trellis ones are rotated."""
+    """Groups of 128 do not lie within halves of 192 inputs; Atom's contain all inputs, trellis ones are rotated."""
     data = CalibrationData(text="Once upon a time, there was a little boy. " * 200, rows=4, length=64)
     made = quantize(even.parent / "source", tmp_path / "q", scheme, text=data).out
     alone = run_jobs([job(made)])

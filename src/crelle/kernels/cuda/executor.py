@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from threading import RLock
 from typing import TYPE_CHECKING, Any, cast
@@ -41,6 +41,7 @@ from crelle.kernels.cuda.step.decode_step import supports as step_supports
 from crelle.kernels.cuda.step.fuse import STEPPED
 from crelle.kernels.cuda.step.graph_inputs import BUCKETS, GraphInputs, PendingTokens, bucket_of
 from crelle.kernels.cuda.step.graphs import capture
+from crelle.kernels.cuda.step.placements import run_layer
 from crelle.kernels.cuda.step.prefill_graph import SEQUENCES, PrefillBucket, PrefillGraph, PrefillInputs
 from crelle.kernels.executor import Chunk, DecoderModules
 from crelle.kernels.rotated_kernel import RotatedKernel
@@ -239,35 +240,16 @@ class CudaExecutor:
     def run_layers(self, x: Tensor, attend: Attend) -> Tensor:
         """Return x [N, width] behind all layers; attend(i, layer, qkv) -> [N, heads * D]."""
         addend: Tensor | None = None  # of x
-        invariant = self.batch_invariant
         for i, layer in enumerate(self.step.layers):
-            y, x = layer.qkv.norm_linear(x, addend, layer.norm, layer.norm_attention, invariant)
-            attended = attend(i, layer, y)
-            if layer.post_attention_norm is None:
-                x, addend = layer.o.linear_residual(attended, x, batch_invariant=invariant)
-            else:
-                addend = layer.o.linear_norm(attended, layer.post_attention_norm, batch_invariant=invariant)
-            if layer.experts is not None:
-                x = x if addend is None else x + addend
-                sandwich = layer.post_mlp_norm is not None
-                y = layer.experts(x, layer.norm, layer.norm_mlp, None if sandwich else x, invariant)
-                x, addend = (x, layer.post_mlp_norm.apply(y)) if layer.post_mlp_norm is not None else (y, None)
-                continue
-            assert layer.up is not None
-            assert layer.down is not None
-            y, x = layer.up.norm_linear(x, addend, layer.norm, layer.norm_mlp, invariant)
-            if layer.post_mlp_norm is None:
-                x, addend = layer.down.linear_residual(y, x, layer.activation, invariant)
-            else:
-                addend = layer.down.linear_norm(y, layer.post_mlp_norm, layer.activation, invariant)
+            x, addend = run_layer(layer, x, addend, partial(attend, i, layer), self.batch_invariant)
         return x if addend is None else x + addend
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return f32 [N, V] for x [N, width]."""
         # Few rows come as f32, others are rounded to 16 bits: batch-invariant, all are, else ties would differ.
         dtype = torch.float32 if x.shape[0] <= 4 and not self.batch_invariant else None
-        y, _ = self.step.head.norm_linear(x, None, self.step.norm_op, self.step.norm, self.batch_invariant, dtype)
-        return y.float() if out is None else out.copy_(y)
+        y = self.step.logits(x, dtype, self.batch_invariant)
+        return self.step.scaled(y.float() if out is None else out.copy_(y))
 
     def append(self, i: int, layer: StepLayer, qkv: Tensor, where: "_Where") -> Tensor:
         """Store keys and values of qkv [N, (heads + 2 kv_heads) D] in the pages; return q as attention wants it."""
@@ -292,11 +274,11 @@ class CudaExecutor:
 
     def attend(
         self,
-        layer: int,
+        i: int,
+        layer: StepLayer,
         q: Tensor,
         table: Tensor,
         lengths: Tensor,
-        window: int | None,
         config: "PagedTileConfig",
         **options: Any,
     ) -> Tensor:
@@ -304,8 +286,9 @@ class CudaExecutor:
         from crelle.kernels.cuda.attention import paged_attention
 
         return paged_attention.attend(
-            *(q, self.pages[layer], table, lengths),
-            window=window,
+            *(q, self.pages[i], table, lengths),
+            how=layer.options,
+            scale=layer.spec.attention.scale,
             rotated=True,
             dtype=self.model.dtype,
             config=config,
@@ -340,11 +323,14 @@ class CudaExecutor:
     def _prefill_padded(self, inputs: PrefillInputs, bucket: PrefillBucket) -> Tensor:
         """Return logits [sequences, V] of a bucket's prompts."""
         where, n = _Where(inputs.table, inputs.before, inputs.offsets), bucket.sequences
+        by_rows = inputs.by_rows() if any(layer.options.softcap is not None for layer in self.step.layers) else None
 
         def attend(i: int, layer: StepLayer, qkv: Tensor) -> Tensor:
             q = self.append(i, layer, qkv, where)
+            if layer.options.softcap is not None and by_rows is not None:
+                return self._attend_rows(i, layer, q, *by_rows)
             lengths = inputs.new, inputs.all, bucket.rows, bucket.keys
-            seen = self._attend_prompts(i, q, inputs.table[:n], *lengths, layer.window)
+            seen = self._attend_prompts(i, layer, q, inputs.table[:n], *lengths)
             return self._unrotated(i, seen).view(bucket.rows, -1)
 
         x = self.run_layers(self.step.embed(inputs.ids, inputs.positions), attend)
@@ -360,23 +346,21 @@ class CudaExecutor:
             row[: len(c.pages)] = c.pages
         before, offsets = (self._to_device(v, torch.int32) for v in ([c.start for c in chunks], starts))
         where = _Where(table.pin_memory().to(self.model.device, non_blocking=True), before, offsets)
-        rows = where.table  # [N, max_pages]
-        if self.batch_invariant:
-            rows = rows.repeat_interleave(offsets.diff(), 0, output_size=starts[-1])
-        lengths = positions + 1
+        rows, lengths = where.table, positions + 1
+        if self.batch_invariant or any(layer.options.softcap is not None for layer in self.step.layers):
+            rows = rows.repeat_interleave(offsets.diff(), 0, output_size=starts[-1])  # [N, max_pages]
         packed = pack_prefills([(c.start, len(c.ids)) for c in chunks], self._longest)  # as memory.py counts
         calls = [(who, self._to_device(who.new + who.all, torch.int32).view(2, -1)) for who in packed]
-        x = self.step.embed(ids, positions)
+        x = self.step.embed(ids, positions, batch_invariant=self.batch_invariant)
 
         def attend(i: int, layer: StepLayer, qkv: Tensor) -> Tensor:
             q = self.append(i, layer, qkv, where)
-            if self.batch_invariant:
-                seen = self.attend(i, q, rows, lengths, layer.window, self.tile_config(len(ids), i), pdl=False)
-                return seen.view(len(ids), -1)
+            if self.batch_invariant or layer.options.softcap is not None:
+                return self._attend_rows(i, layer, q, rows, lengths)
             each = [
                 self._attend_prompts(
-                    *(i, q[who.rows], where.table[who.prompts], cu[0], cu[1], who.longest_new, who.longest),
-                    window=layer.window,
+                    *(i, layer, q[who.rows], where.table[who.prompts], cu[0], cu[1], who.longest_new),
+                    longest=who.longest,
                     total=who.all[-1],
                 )
                 for who, cu in calls
@@ -391,16 +375,24 @@ class CudaExecutor:
             else x.new_empty(0, self.model.spec.vocabulary, dtype=torch.float32)
         )
 
+    def _attend_rows(self, i: int, layer: StepLayer, q: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        """Attention of new tokens q [N, H, D], each as a sequence of its own; table [N, max_pages], lengths [N].
+
+        Every token reads all keys that it sees: for batch-invariant prompts, and for soft caps, which torch's varlen
+        attention does not have.
+        """
+        return self.attend(i, layer, q, table, lengths, self.tile_config(len(q), i), pdl=False).view(len(q), -1)
+
     def _attend_prompts(
         self,
-        layer: int,
+        i: int,
+        layer: StepLayer,
         q: Tensor,
         table: Tensor,
         cu_new: Tensor,
         cu_all: Tensor,
         longest_new: int,
         longest: int,
-        window: int | None,
         total: int | None = None,
     ) -> Tensor:
         """Attention of some prompts' new tokens q [N, H, D] over what is stored; each sees those up to itself.
@@ -409,13 +401,18 @@ class CudaExecutor:
         """
         from crelle.kernels.cuda.attention import paged_attention
 
-        k, v = paged_attention.read(self.pages[layer], table, cu_all, longest if total is None else total)
+        k, v = paged_attention.read(self.pages[i], table, cu_all, longest if total is None else total)
+        window, sinks = layer.options.window, layer.options.sinks
         seen: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(  # what scaled_dot_product_attention calls
             *(q, k, v, cu_new, cu_all, longest_new, longest),
             *(0.0, True, False),
+            scale=layer.spec.attention.scale,
             window_size_left=None if window is None else window - 1,
         )
-        return seen[0]
+        if sinks is None:
+            return seen[0]
+        # seen[1], f32 [H, N], is the log l of the sum of exp(score), which with a sink s has exp(s) more.
+        return seen[0] * torch.sigmoid(seen[1].T - sinks)[..., None].to(q.dtype)  # exp(l) / (exp(l) + exp(s))
 
     def _unrotated(self, layer: int, y: Tensor) -> Tensor:
         """Undo the Hadamard rotation of rotated pages, which is its own inverse."""
@@ -516,7 +513,8 @@ class _Graph:
 
     def _run(self) -> Tensor:
         batch, inputs, n = self._batch, self._inputs, self.bucket
-        x = batch.step.embed(inputs.ids[:n], self.where.position, inputs.token_source[:n], inputs.argmax.ids)
+        sampled = inputs.token_source[:n], inputs.argmax.ids
+        x = batch.step.embed(inputs.ids[:n], self.where.position, *sampled, batch_invariant=batch.batch_invariant)
         if n <= GEMV_ROWS and not batch.batch_invariant and batch.step.chains:
             return batch.step.decode(x, self._attend_few, inputs.logits[:n])
         return batch.logits(batch.run_layers(x, self._attend), inputs.logits[:n])
@@ -530,15 +528,15 @@ class _Graph:
         room = self.where.table.shape[1] * pages.format.page
         if not self._verifies and decode_attention.supports_pages(pages, qkv.dtype, room) is None:
             how = decode_attention.RopeNormArgs(
-                layer.cos, layer.sin, layer.window, layer.q_norm, layer.k_norm, layer.eps
+                layer.cos, layer.sin, layer.options, layer.q_norm, layer.k_norm, layer.eps
             )
             attend = decode_attention.attend_encode if encodes else decode_attention.attend
             return attend(qkv, pages, self.where.table, self.where.position, a.heads, a.scale, how)
         if not encodes:
             return self._attend(i, layer, qkv)  # type: ignore[return-value]
         q, lengths = batch.append(i, layer, qkv, self.where), self._inputs.at[1, : self.bucket]
-        options = {"window": layer.window, "config": self._configs[i], "semaphores": self._semaphores}
-        options["pdl"] = not self._verifies
+        options = {"config": self._configs[i], "semaphores": self._semaphores, "pdl": not self._verifies}
+        options |= {"how": layer.options, "scale": a.scale}
         return paged_attention.attend_encode(q, pages, self.where.table, lengths, qkv.dtype, **options)
 
     def _attend(self, i: int, layer: StepLayer, qkv: Tensor) -> "Tensor | PackedX":
@@ -551,5 +549,5 @@ class _Graph:
         packed_for = layer.o.takes_packed(self.bucket, a.heads * a.head_size, batch.batch_invariant) if fits else None
         # Rows that are verified see tokens that `append` has just stored: attention must not read ahead of it.
         options = {"semaphores": self._semaphores, "packed_for": packed_for, "pdl": not self._verifies}
-        y = batch.attend(i, q, self.where.table, lengths, layer.window, self._configs[i], **options)
+        y = batch.attend(i, layer, q, self.where.table, lengths, self._configs[i], **options)
         return y.view(self.bucket, -1) if packed_for is None else PackedX(self.bucket, y.dtype, y, self._flags)

@@ -11,6 +11,7 @@ from crelle.kernels import cuda
 from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.attention import decode_attention
 from crelle.kernels.cuda.planes import bmma_gemv, weight_layout
+from crelle.kernels.reference_attention import AttendOptions
 
 gpu = pytest.mark.gpu
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -110,8 +111,48 @@ def test_emulated_attention_matches_oracle(
     check_against_oracle(case, turn, "cpu")
 
 
-def check_against_oracle(case: tuple[object, ...], turn: int, dev: str) -> None:
+EXTRAS = [  # channels that are rotated, scale, cap of the scores, sinks
+    (16, None, None, False),
+    (None, 1.0, 3.0, False),
+    (None, 0.3, None, True),
+    (24, 0.2, 5.0, True),
+]
+
+
+@gpu
+@pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))
+@pytest.mark.parametrize("extras", EXTRAS, ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c[0] >= 64 and c[7]], ids=str)
+@pytest.mark.parametrize("turn", range(3))
+def test_attention_with_extras_matches_oracle(case: tuple[object, ...], extras: tuple[object, ...], turn: int) -> None:
+    check_against_oracle(case, turn, "cuda", *extras)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("extras", EXTRAS, ids=str)
+@pytest.mark.parametrize("case", EMULATED[:2], ids=str)
+@pytest.mark.sample(4)
+def test_emulated_attention_with_extras_matches_oracle(
+    case: tuple[object, ...], extras: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With split sequences, too: a sink counts once for all of them."""
+    monkeypatch.setattr(decode_attention, "load", EmulatedKernel)
+    monkeypatch.setattr(decode_attention, "multiprocessors", lambda: 24)
+    for turn in range(2):
+        check_against_oracle(case, turn, "cpu", *extras)
+
+
+def check_against_oracle(
+    case: tuple[object, ...],
+    turn: int,
+    dev: str,
+    channels: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+) -> None:
     D, heads, kv_heads, B, capacity, window, dtype, rotated, normed, cluster = case
+    R, scale = channels or D, scale or D**-0.5
     torch.manual_seed(turn)
     nan, eps = float("nan"), 1e-6
     corners = [0, 1, 17, min(255, capacity - 2), capacity - 1, 15, 16, -1]
@@ -121,11 +162,12 @@ def check_against_oracle(case: tuple[object, ...], turn: int, dev: str) -> None:
     cache = torch.randn(2, B, kv_heads, capacity, D, device=dev).to(dtype)
     for b in range(B):
         cache[:, b, :, max(at[b], 0) :] = nan  # must not be read
-    angle = torch.arange(capacity, device=dev).float()[:, None] * 10000 ** (-torch.arange(0, D, 2, device=dev) / D)
+    angle = torch.arange(capacity, device=dev).float()[:, None] * 10000 ** (-torch.arange(0, R, 2, device=dev) / R)
     cos, sin = (angle.cos(), angle.sin()) if rotated else (None, None)
+    sink = torch.randn(heads, device=dev) + 2 if sinks else None
     weights = [(1 + 0.2 * torch.randn(D, device=dev)).to(dtype) if normed else None for _ in range(2)]
 
-    how = decode_attention.RopeNormArgs(cos, sin, window, *weights, eps)
+    how = decode_attention.RopeNormArgs(cos, sin, AttendOptions(window, softcap, sink), *weights, eps)
     outs, caches = [], []
     for _ in range(3):
         (mine, table), out = (
@@ -134,7 +176,7 @@ def check_against_oracle(case: tuple[object, ...], turn: int, dev: str) -> None:
         )
         if dev == "cuda":
             torch.cuda.synchronize()
-        decode_attention.attend(qkv, mine, table, position, heads, D**-0.5, how, out, cluster=cluster)
+        decode_attention.attend(qkv, mine, table, position, heads, scale, how, out, cluster=cluster)
         outs.append(out)
         caches.append(contiguous(mine, table))
     assert all(torch.equal(outs[0], again) for again in outs[1:])
@@ -151,8 +193,8 @@ def check_against_oracle(case: tuple[object, ...], turn: int, dev: str) -> None:
         if rotated:
             c, s = cos[p].double(), sin[p].double()
             q, k = (
-                torch.cat([x[:, : D // 2] * c - x[:, D // 2 :] * s, x[:, D // 2 :] * c + x[:, : D // 2] * s], -1)
-                for x in (q, k)
+                torch.cat([a * c - b * s, b * c + a * s, rest], -1)
+                for a, b, rest in (x.split([R // 2, R // 2, D - R], -1) for x in (q, k))
             )
         keys, values = caches[0][:, b]
         assert _error(keys[:, p], k) < TOLERANCE[dtype]
@@ -161,7 +203,10 @@ def check_against_oracle(case: tuple[object, ...], turn: int, dev: str) -> None:
         assert caches[0][:, b, :, p + 1 :].isnan().all()
         first = 0 if window is None else max(0, p + 1 - window)
         seen = [x[:, first : p + 1].double().repeat_interleave(heads // kv_heads, 0) for x in (keys, values)]
-        share = torch.einsum("hd,hsd->hs", q * D**-0.5, seen[0]).softmax(-1)
+        score = torch.einsum("hd,hsd->hs", q * scale, seen[0])
+        score = score if softcap is None else softcap * torch.tanh(score / softcap)
+        score = score if sink is None else torch.cat([score, sink.double()[:, None]], -1)
+        share = score.softmax(-1)[:, : seen[0].shape[1]]
         assert _error(outs[0][b].view(heads, D), torch.einsum("hs,hsd->hd", share, seen[1])) < TOLERANCE[dtype]
 
 

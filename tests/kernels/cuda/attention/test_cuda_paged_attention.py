@@ -19,6 +19,7 @@ from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.attention import paged_attention
 from crelle.kernels.cuda.planes import gemm
 from crelle.kernels.cuda.planes.weight_layout import ScaleKind, lay_out
+from crelle.kernels.reference_attention import AttendOptions
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(bool(cuda.available()), reason=str(cuda.available()))
@@ -29,7 +30,6 @@ FORMATS = ("kv16", "kv8", "kv4", "kv4:group=64", "kv4:group=16,rotate=false", "k
 FEW_BITS = ("kv3", "kv2", "k4v2", "k8v4", "k2v3:group=16")  # heads of 64 and 128
 
 STORED = [(fmt, D) for fmt in FORMATS for D in SIZES] + [(fmt, D) for fmt in FEW_BITS for D in (64, 128)]
-
 # --- the walk, on a CPU -----------------------------------------------------------------------------------------------
 
 
@@ -354,7 +354,7 @@ def test_paged_attention_matches_oracle(fmt: str, dtype: torch.dtype, case: tupl
     for _ in range(3):
         out = torch.full((len(lengths), H, D), torch.nan, dtype=dtype, device="cuda")
         torch.cuda.synchronize()
-        outs.append(paged_attention.attend(*args, window=window, config=config, out=out))
+        outs.append(paged_attention.attend(*args, how=AttendOptions(window), config=config, out=out))
     assert all(torch.equal(outs[0], again) for again in outs[1:])
     for b, length in enumerate(lengths):
         y = outs[0][b].cpu()

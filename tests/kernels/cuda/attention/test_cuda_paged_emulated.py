@@ -11,6 +11,7 @@ from crelle.formats.kv.pages import KVFormat, KVPages, hadamard
 from crelle.kernels import reference_attention as kv
 from crelle.kernels.cuda.attention import paged_attention
 from crelle.kernels.cuda.attention.paged_attention import PagedTileConfig
+from crelle.kernels.reference_attention import AttendOptions
 
 HALF = torch.float16
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -158,8 +159,64 @@ def test_windows_and_padding(text: str) -> None:
     kv.append(random(140, 2, 64), random(140, 2, 64, seed=1), pages, table, [0, 0, 0], starts=[0, 100, 100, 140])
     q = random(3, 4, 64, seed=2)
     for window in (20, 64):
-        y = paged_attention.attend(q, pages, table, ints(*lengths), window=window, dtype=HALF)
+        y = paged_attention.attend(q, pages, table, ints(*lengths), how=AttendOptions(window), dtype=HALF)
         assert not y[1].any()
         for b in (0, 2):
             want = kv.attend(q[b : b + 1].float(), pages, table[b : b + 1], [lengths[b]], window=window)[0]
             assert (y[b].float() - want).abs().max() <= 2e-3 * want.abs().max()
+
+
+EXTRAS = [("kv16", 64, 2), ("kv4", 64, 4), ("kv4", 128, 1), ("kv8", 64, 1), ("kv3", 128, 2), ("k4v2", 128, 8)]
+
+
+@pytest.mark.parametrize(("text", "D", "group"), EXTRAS)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.sample(4)
+def test_scales_caps_and_sinks(text: str, D: int, group: int, splits: int) -> None:
+    """A sink is in the softmax once, whatever shares the sequence; padding stays 0."""
+    fmt, heads, lengths = KVFormat.parse(text), 2, [70, 0, 33]
+    pages, table = poisoned(fmt, 16, heads, D), torch.arange(15).int().view(3, 5)
+    kv.append(3 * random(103, heads, D), random(103, heads, D, seed=1), pages, table, [0] * 3, starts=[0, 70, 70, 103])
+    q, sinks = random(3, heads * group, D, seed=3), 2 + random(heads * group, seed=4).float()
+    usual = paged_attention.tile_config(fmt, 3, heads * group, heads, D, 80)
+    config = PagedTileConfig(usual.group, usual.chunks, splits, 2, 2, 2, usual.occupancy)
+    for how in (AttendOptions(20, 2.0), AttendOptions(None, None, sinks), AttendOptions(None, 5.0, sinks)):
+        y = paged_attention.attend(q, pages, table, ints(*lengths), how=how, scale=0.3, config=config, dtype=HALF)
+        assert not y[1].any()
+        for b in (0, 2):
+            extra = {"window": how.window, "softcap": how.softcap, "sinks": how.sinks, "scale": 0.3}
+            want = kv.attend(q[b : b + 1].float(), pages, table[b : b + 1], [lengths[b]], **extra)[0]
+            assert (y[b].float() - want).abs().max() <= 3e-3 * want.abs().max()
+
+
+@pytest.mark.parametrize("text", ["kv16", "kv4", "kv3", "k8v4"])
+@pytest.mark.parametrize(("D", "R"), [(64, 16), (128, 96), (256, 64), (96, 24)])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.sample(4)
+def test_append_rotates_a_part_of_the_channels(text: str, D: int, R: int, normed: bool) -> None:
+    fmt, H, Hkv, at = KVFormat.parse(text), 3, 2, [5, 17, -1]
+    if reason := paged_attention.supports(fmt, D, HALF):
+        pytest.skip(reason)
+    mine, theirs = (poisoned(fmt, 6, Hkv, D) for _ in range(2))
+    table, qkv = torch.arange(6).int().view(3, 2), random(3, H + 2 * Hkv, D)
+    weight = (1 + 0.2 * random(D, seed=5).float()).half() if normed else None
+    angle = torch.arange(32).float()[:, None] * 100 ** (-torch.arange(0, R, 2) / R)
+    cos, sin = 1.2 * angle.cos(), 1.2 * angle.sin()  # yarn's factor is of what is rotated alone
+    q, k, v = qkv.split([H, Hkv, Hkv], 1)
+    options = {"q_norm": weight, "k_norm": weight, "eps": 1e-5}
+    found = paged_attention.append(k, v, mine, table, ints(*at), q=q, cos=cos, sin=sin, **options)
+    assert found is not None
+
+    def prepared(x: Tensor) -> Tensor:
+        if weight is not None:
+            x = (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)).half() * weight
+        a, b, rest = x[:2].float().split([R // 2, R // 2, D - R], -1)
+        c, s = cos[at[:2], None], sin[at[:2], None]
+        return torch.cat([a * c - b * s, b * c + a * s, rest], -1).half()
+
+    kv.append(prepared(k), v[:2], theirs, table[:2], at[:2])
+    if not normed:  # the order of a norm's sums is not torch's
+        for a, b in zip(mine.tensors(), theirs.tensors(), strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    want = hadamard(prepared(q), fmt)
+    assert (found[:2].float() - want).abs().max() <= 2e-3 * want.abs().max()

@@ -17,7 +17,7 @@
 #include "ptx/copies.cuh"
 #include "ptx/dsmem.cuh"
 #include "planes/bitserial.cuh"
-#include "attention/softmax.cuh"
+#include "attention/extras.cuh"
 #include "ptx/tensorcore.cuh"
 #include "attention/rope.cuh"
 
@@ -78,17 +78,18 @@ struct Tiles {
 };
 
 // qkv [B, (heads + 2 kv_heads) D]; pages [pages, 2, kv_heads, page, D], page a multiple of 16; table [B, max_pages];
-// position [B]: of the new tokens, -1: padding, nothing is stored and out is 0; cos, sin f32 [context, D/2] and the
+// position [B]: of the new tokens, -1: padding, nothing is stored and out is 0; cos, sin f32 [context, R/2] and the
 // norms' weights [D] may be null; out [B, heads D]; window: how many positions a token sees, itself among them.
+// EXTRAS (extras.cuh): scores are bounded by `softcap`; each head has one more score, sinks f32 [heads].
 // parts, semaphores (zeros): only without clusters. Grid (SPLITS, kv_heads * chunks of G query heads, B).
 // DIGITS is 0, or the M of bitserial.cuh: heads of 128 channels are half blocks then and are stored bit-serial, `out`
 // and `xscale`.
-template <int D, int G, int SPLITS, int STAGES, int WARPS, bool CLUSTER, int DIGITS, typename T>
+template <int D, int G, int SPLITS, int STAGES, int WARPS, bool CLUSTER, int DIGITS, int R, int EXTRAS, typename T>
 __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     decode_attention(const T *qkv, T *pages, const int *table, const int *position, const float *__restrict__ cos,
                      const float *__restrict__ sin, const T *__restrict__ q_norm, const T *__restrict__ k_norm,
                      void *out, float *xscale, float *parts, int *semaphores, int heads, int kv_heads, int max_pages,
-                     int page, int window, float scale, float eps) {
+                     int page, int window, float scale, float eps, float softcap, const float *__restrict__ sinks) {
   using Queue = Tiles<D, STAGES, T>;
   constexpr int ROW = Queue::ROW, STEPS = (D + 15) / 16;
   struct Part {  // what a warp found; heads are 4 floats apart in their banks
@@ -139,7 +140,7 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
   };
 #pragma unroll
   for (int s = 0; s < STAGES; s++) issue_load(s);
-  const Rope<D> rope(cos, sin, max(at, 0), lane);
+  const Rope<D, R> rope(cos, sin, max(at, 0), lane);
   const bool owner = tiles && (tiles - 1) % STRIDE / WARPS == split, keeps = chunk == 0;  // of the new token
   T *key = keys_at(owner ? __ldcg(entries + at / page) : 0, max(at, 0)), *value = key + to_values;
   if constexpr (MEET) cluster_wait();
@@ -167,7 +168,7 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
   uint32 q[STEPS][2];
 #pragma unroll
   for (int k = 0; k < STEPS; k++) matrices(q[k], queries[lane % 8] + 16 * k + lane / 8 % 2 * 8);
-  scale *= 1.4426950408889634f;  // exp(x) = 2^(x log2 e)
+  scale *= LOG2_E, softcap *= LOG2_E;
 
   float largest[2] = {MASKED, MASKED}, sum[2] = {0, 0}, o[STEPS][4];  // of heads 2t and 2t + 1
 #pragma unroll
@@ -197,7 +198,8 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const int seen = from + lane / 4 + j / 2 * 8;
-      p[j] = first <= seen && seen <= at ? (s[0][j] + s[1][j]) * scale : MASKED;
+      const float score = (s[0][j] + s[1][j]) * scale;
+      p[j] = first <= seen && seen <= at ? (EXTRAS & SOFTCAP ? soft_capped(score, softcap) : score) : MASKED;
     }
     float factor[2];
 #pragma unroll
@@ -247,6 +249,10 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     }
     return result;
   };
+  const auto share = [&](int h, float result, float top, float total) {  // of the whole sequence, for head h
+    if (EXTRAS & SINKS) result *= add_sink(sinks[head + min(h, count - 1)], top, total);
+    return total == 0 ? 0 : result / total;
+  };
   T *to = static_cast<T *>(out) + ((size_t)b * heads + head) * D;
   const auto encode_head = [&](int g, float (&v)[4]) {  // a warp: head g as digits
 #pragma unroll
@@ -257,14 +263,14 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
     for (int g = warp; g < count; g += WARPS) {
       float v[4], top, total;
 #pragma unroll
-      for (int i = 0; i < 4; i++) v[i] = added(g, lane + 32 * i, top, total), v[i] = total == 0 ? 0 : v[i] / total;
+      for (int i = 0; i < 4; i++) v[i] = added(g, lane + 32 * i, top, total), v[i] = share(g, v[i], top, total);
       encode_head(g, v);
     }
   } else if constexpr (SPLITS == 1) {
     for (int i = threadIdx.x; i < count * D; i += WARPS * 32) {
       float top, total;
       const float result = added(i / D, i % D, top, total);
-      to[i] = from_float<T>(total == 0 ? 0 : result / total);
+      to[i] = from_float<T>(share(i / D, result, top, total));
     }
   } else {
     // --- all blocks' parts: each block gives every adder its share of the values
@@ -312,7 +318,7 @@ __global__ void CLUSTER_OF(CLUSTER ? SPLITS : 1) __launch_bounds__(WARPS * 32)
         const float factor = exp2_approx(all->largest[c][h] - top);
         total = fmaf(factor, all->sum[c][h], total), result = fmaf(factor, all->out[c][i], result);
       }
-      return total == 0 ? 0 : result / total;
+      return share(h, result, top, total);
     };
     if constexpr (DIGITS) {
       for (int g = warp; g < count; g += WARPS) {

@@ -16,6 +16,7 @@ from torch import Tensor
 from crelle.formats.kv.pages import KVPages
 from crelle.kernels.cuda.launch import load, multiprocessors
 from crelle.kernels.cuda.planes.bmma_gemv import C_TYPES, BitSerialX, columns
+from crelle.kernels.reference_attention import ATTEND_ALL, AttendOptions
 
 _ROWS = 16  # positions that a warp takes at a time
 _HEADS = 8  # query heads that share a read, at most
@@ -80,20 +81,35 @@ def tile_config(
 
 
 def attend_variant(
-    p: AttentionTileConfig, head_size: int, dtype: torch.dtype, cluster: bool = True, bitserial: int = 0
+    p: AttentionTileConfig,
+    head_size: int,
+    dtype: torch.dtype,
+    cluster: bool = True,
+    bitserial: int = 0,
+    rotated: int | None = None,
+    extra: int = 0,
 ) -> tuple[str, str]:
-    """`cluster`: splits are added in distributed shared memory (sm_90); `bitserial`: DIGITS of decode_attention.cu."""
+    """`cluster`: splits are added in distributed shared memory (sm_90); `bitserial`: DIGITS of decode_attention.cu.
+
+    `rotated`: channels of a head that are (all); `extra`: EXTRAS of extras.cuh (`extras`).
+    """
     arguments = f"{head_size}, {p.group}, {p.splits}, {p.stages}, {p.warps}, {str(cluster).lower()}, {bitserial}"
+    arguments += f", {rotated or head_size}, {extra}"
     return "attention/decode_attention.cu", f"crelle::decode_attention<{arguments}, {C_TYPES[dtype]}>"
+
+
+def extras(how: AttendOptions) -> int:
+    """Return EXTRAS of extras.cuh: 1 for a soft cap, 2 for sinks."""
+    return (how.softcap is not None) + 2 * (how.sinks is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeNormArgs:
-    """Rope, qk-norm and sliding window of the heads; all optional."""
+    """Rope and qk-norm of the heads, and what attention does beside the usual; all optional."""
 
-    cos: Tensor | None = None  # f32 [context, D/2], where heads are rotated
+    cos: Tensor | None = None  # f32 [context, R/2], where the first R channels of heads are rotated
     sin: Tensor | None = None
-    window: int | None = None  # how many positions a token sees, its own among them
+    options: AttendOptions = ATTEND_ALL
     q_norm: Tensor | None = None  # [D], where heads are normed before they are rotated
     k_norm: Tensor | None = None
     eps: float = 0.0
@@ -169,12 +185,14 @@ def _launch(
         sets = B * kv_heads * p.chunks
         parts = torch.empty(sets * p.splits * p.group * (D + 2), device=qkv.device)
         semaphores = torch.zeros(sets, dtype=torch.int32, device=qkv.device)
-    kernel = load(*attend_variant(p, D, qkv.dtype, together, bitserial))
+    rotated, options = None if how.cos is None else 2 * how.cos.shape[1], how.options
+    kernel = load(*attend_variant(p, D, qkv.dtype, together, bitserial, rotated, extras(options)))
     kernel(
         (p.splits, kv_heads * p.chunks, B),
         32 * p.warps,
         *(qkv, pages.codes, table, position, how.cos, how.sin, how.q_norm, how.k_norm, *out, parts, semaphores),
-        *(heads, kv_heads, max_pages, page, how.window or _FOREVER, float(scale), float(how.eps)),
+        *(heads, kv_heads, max_pages, page, options.window or _FOREVER, float(scale), float(how.eps)),
+        *(float(options.softcap or 0), options.sinks),
         shared=p.warps * p.stages * 2 * _ROWS * (-(-D // 16) * 16 + 8) * 2,
         pdl=True,
     )

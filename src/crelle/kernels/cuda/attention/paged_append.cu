@@ -9,19 +9,21 @@
 
 namespace crelle {
 
-// A head of T: normed where there is a weight, rotated where there is a cos.
-template <int D, typename T>
+// A head of T: normed where there is a weight, its first R channels rotated where there is a cos.
+template <int D, int R, typename T>
 __device__ __forceinline__ void prepared(float (&v)[Head<D>::SIZE], const T *from, const T *weight, float eps,
                                          const float *cos, const float *sin, int lane) {
   using H = Head<D>;
-  float other[H::SIZE];  // the channels half a head away
+  static_assert(R % 4 == 0 && R <= D);
+  float other[H::SIZE];  // the channels that these are rotated with, R / 2 away
+  const auto rotates = [&](int i) { return R == D || i < R; };
   H::load(v, from, lane);
 #pragma unroll
   for (int p = 0; p < H::PAIRS; p++) {
     const int i = H::channel(p, lane);
     other[2 * p] = other[2 * p + 1] = 0;
-    if (!cos || !H::has(p, lane)) continue;
-    const Neighbours<T> two = *reinterpret_cast<const Neighbours<T> *>(from + (i < D / 2 ? i + D / 2 : i - D / 2));
+    if (!cos || !H::has(p, lane) || !rotates(i)) continue;
+    const Neighbours<T> two = *reinterpret_cast<const Neighbours<T> *>(from + (i < R / 2 ? i + R / 2 : i - R / 2));
     other[2 * p] = to_float(two.first), other[2 * p + 1] = to_float(two.second);
   }
   if (weight) {
@@ -37,21 +39,21 @@ __device__ __forceinline__ void prepared(float (&v)[Head<D>::SIZE], const T *fro
       const int i = H::channel(j / 2, lane) + j % 2;
       if (!H::has(j / 2, lane)) continue;
       v[j] = apply_norm(v[j], i);
-      if (cos) other[j] = apply_norm(other[j], i < D / 2 ? i + D / 2 : i - D / 2);
+      if (cos && rotates(i)) other[j] = apply_norm(other[j], i < R / 2 ? i + R / 2 : i - R / 2);
     }
   }
   if (cos) {
 #pragma unroll
     for (int p = 0; p < H::PAIRS; p++) {
-      const int i = H::channel(p, lane), angle = i < D / 2 ? i : i - D / 2;
-      if (!H::has(p, lane)) continue;
+      const int i = H::channel(p, lane), angle = i < R / 2 ? i : i - R / 2;
+      if (!H::has(p, lane) || !rotates(i)) continue;
       const Neighbours<float> c = *reinterpret_cast<const Neighbours<float> *>(cos + angle);
       const Neighbours<float> s = *reinterpret_cast<const Neighbours<float> *>(sin + angle);
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const float along = __fmul_rn(v[2 * p + j], j ? c.second : c.first);
         const float across = __fmul_rn(other[2 * p + j], j ? s.second : s.first);
-        v[2 * p + j] = to_float(from_float<T>(i < D / 2 ? __fsub_rn(along, across) : __fadd_rn(along, across)));
+        v[2 * p + j] = to_float(from_float<T>(i < R / 2 ? __fsub_rn(along, across) : __fadd_rn(along, across)));
       }
     }
   }
@@ -174,10 +176,10 @@ struct Token {
 
 // q [N, heads, D], k and v [N, kv_heads, D], whose tokens are so many values apart; position [B]: where the first new
 // token of each sequence stands, < 0: nowhere; starts [B + 1], null: N / B new tokens for each; table [B, max_pages];
-// cos, sin f32 [context, D/2], the norms' weights [D] and the keys' centre f32 [kv_heads, D] may be null;
+// cos, sin f32 [context, R/2], the norms' weights [D] and the keys' centre f32 [kv_heads, D] may be null;
 // rotated [N, heads, D]: q as paged_attention.cu wants it. codes, words: the layer's pages; E: the type of 16-bit
 // pages. Grid (N, heads + 2 stored over 8), 8 warps; stored: kv_heads, or 0 where only q is to be rotated.
-template <int D, int K_BITS, int K_C, int V_BITS, int V_C, bool ROTATE, typename T, typename E>
+template <int D, int K_BITS, int K_C, int V_BITS, int V_C, bool ROTATE, int R, typename T, typename E>
 __global__ void __launch_bounds__(256)
     paged_append(const T *q, const T *k, const T *v, int q_apart, int k_apart, int v_apart, const int *position,
                  const int *starts, const int *table, const float *cos, const float *sin, const T *q_norm,
@@ -194,12 +196,12 @@ __global__ void __launch_bounds__(256)
   const Token token(position, starts, B, n, lane);
   const int b = token.b, at = token.at;
   if (token.before < 0 || (cos && at >= context)) return;
-  const size_t angle = (size_t)at * (D / 2);
+  const size_t angle = (size_t)at * (R / 2);
   const float *c = cos ? cos + angle : nullptr, *s = sin ? sin + angle : nullptr;
 
   float x[H::SIZE];
   if (r < heads) {
-    prepared<D, T>(x, q + (size_t)n * q_apart + r * D, q_norm, eps, c, s, lane);
+    prepared<D, R, T>(x, q + (size_t)n * q_apart + r * D, q_norm, eps, c, s, lane);
     if (ROTATE) H::hadamard(x, lane);
     H::store(x, rotated + ((size_t)n * heads + r) * D, lane);
     return;
@@ -210,9 +212,9 @@ __global__ void __launch_bounds__(256)
   const int index = head * page + at % page;
   codes += At::codes(found, kind, kv_heads * page, index);
   if (kind == 0)
-    prepared<D, T>(x, k + (size_t)n * k_apart + head * D, k_norm, eps, c, s, lane);
+    prepared<D, R, T>(x, k + (size_t)n * k_apart + head * D, k_norm, eps, c, s, lane);
   else
-    prepared<D, T>(x, v + (size_t)n * v_apart + head * D, static_cast<const T *>(nullptr), eps, nullptr, nullptr, lane);
+    H::load(x, v + (size_t)n * v_apart + head * D, lane);
 
   if constexpr (!CODED) {
     H::store(x, reinterpret_cast<E *>(codes), lane);
@@ -231,8 +233,8 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// The same as paged_append for heads that are octets, four to a warp: a third of the instructions. Grid (N, heads + 2
-// stored over 32), 8 warps.
+// The same as paged_append for heads that are octets and rotated as a whole, four to a warp: a third of the
+// instructions. Grid (N, heads + 2 stored over 32), 8 warps.
 template <int D, int BITS, int C, bool ROTATE, typename T, typename E>
 __global__ void __launch_bounds__(256)
     paged_append_8lane(const T *q, const T *k, const T *v, int q_apart, int k_apart, int v_apart, const int *position,

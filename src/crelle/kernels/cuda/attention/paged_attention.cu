@@ -25,7 +25,7 @@
 #include "planes/bitserial.cuh"
 #include "attention/kv_loader.cuh"
 #include "ptx/semaphore.cuh"
-#include "attention/softmax.cuh"
+#include "attention/extras.cuh"
 #include "mainloop/x_layout.cuh"
 
 namespace crelle {
@@ -70,13 +70,14 @@ struct __align__(4 * WORDS) Vector {
 // even. DIGITS is 0, or the M of bitserial.cuh: heads of 128 channels are half blocks then and are stored bit-serial,
 // `out` and `xscale`. parts [sets, splits, G, D], then [sets, splits, G, 2], semaphores [sets] (zeros): where there are
 // splits. Grid (splits, kv_heads * chunks of G query heads, B). E: the type of pages and q; T: that of out. OCCUPANCY:
-// warps for which the registers of a multiprocessor shall suffice.
+// warps for which the registers of a multiprocessor shall suffice. EXTRAS (extras.cuh): scores are bounded by
+// `softcap`; each head has one more score, sinks f32 [heads].
 template <int D, int K_BITS, int K_C, int V_BITS, int V_C, int G, int U, int STAGES, int WARPS, int OCCUPANCY,
-          bool ROTATE, int DIGITS, typename E, typename T>
+          bool ROTATE, int DIGITS, int EXTRAS, typename E, typename T>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     paged_attend(const E *q, const char *codes, const char *words, const int *table, const int *lengths, T *out,
                  float *xscale, float *parts, int *semaphores, int max_pages, int heads, int kv_heads, int page,
-                 int window, int padded, bool stride16, float scale) {
+                 int window, int padded, bool stride16, float scale, float softcap, const float *__restrict__ sinks) {
   using Tile = TileOfPages<D, K_BITS, K_C, V_BITS, V_C>;
   using K = typename Tile::Keys;
   using V = typename Tile::Values;
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
       for (int c = 0; c < 2; c++) minus[n][c] = -K::ZERO_STEP * __shfl_sync(~0u, all, 8 * t + 4 * c);
     }
   }
-  scale *= 1.4426950408889634f / K::UNIT;  // exp(x) = 2^(x log2 e)
+  scale *= LOG2_E / K::UNIT, softcap *= LOG2_E;
 
   float top[EACH], sum[EACH], o[V::STEPS][4], z[V_TILES][2];
 #pragma unroll
@@ -246,7 +247,10 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
           p[u][r][0] = s[0][2 * r], p[u][r][EACH - 1] = s[0][2 * r + 1];
         }
 #pragma unroll
-        for (int e = 0; e < EACH; e++) p[u][r][e] *= scale;
+        for (int e = 0; e < EACH; e++) {
+          p[u][r][e] *= scale;
+          if (EXTRAS & SOFTCAP) p[u][r][e] = soft_capped(p[u][r][e], softcap);
+        }
       }
     }
     const int from = next * 16;
@@ -383,6 +387,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   const int set = b * gridDim.y + blockIdx.y;
   float *part = parts + (size_t)set * gridDim.x * (G * D);  // of the set
   float *stats = parts + (size_t)gridDim.z * gridDim.y * gridDim.x * (G * D) + (size_t)set * gridDim.x * (G * 2);
+  // Sums of P are RAISED, and so is what a sink adds to them.
+  const auto sink_of = [&](int h) { return sinks[kept_head + min(h, kept_count - 1)] + RAISED / LOG2_E; };
   if (threadIdx.x < G * WARPS) {  // what the part of each warp counts
     const int h = threadIdx.x / WARPS, mine = threadIdx.x % WARPS;
     float most = MASKED, total = 0;
@@ -390,7 +396,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
     for (int w = 0; w < WARPS; w++) most = fmaxf(most, tops[w][h]);
 #pragma unroll
     for (int w = 0; w < WARPS; w++) total = fmaf(exp2_approx(tops[w][h] - most), sums[w][h], total);
-    const float by = exp2_approx(tops[mine][h] - most);
+    float by = exp2_approx(tops[mine][h] - most);
+    if (EXTRAS & SINKS && gridDim.x == 1) by *= add_sink(sink_of(h), most, total);
     if (gridDim.x == 1)
       counts[mine][h] = total == 0 ? 0 : __fdividef(by, total);
     else
@@ -444,9 +451,10 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
         most[k] = exp2_approx(most[k] - top_of_all), total = fmaf(most[k], by[k], total);
       }
       total = warp_sum(total);
+      const float factor = EXTRAS & SINKS ? add_sink(sink_of(h), top_of_all, total) : 1;
 #pragma unroll
       for (int k = 0; k < MOST_SPLITS / 32; k++)
-        weights[h * MOST_SPLITS + lane + 32 * k] = total == 0 ? 0 : __fdividef(most[k], total);
+        weights[h * MOST_SPLITS + lane + 32 * k] = total == 0 ? 0 : __fdividef(most[k] * factor, total);
     }
     __syncthreads();
     float4 sum_of[EACH_QUADS];

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from crelle.errors import UnsupportedError
 from crelle.formats.kv.pages import KVCode, KVFormat, KVPages
+from crelle.kernels.cuda.attention.decode_attention import extras
 from crelle.kernels.cuda.launch import load, most_shared_memory, multiprocessors
 from crelle.kernels.cuda.planes.bmma_gemv import C_TYPES, BitSerialX, columns
 from crelle.kernels.cuda.planes.weight_layout import CudaWeight
+from crelle.kernels.reference_attention import ATTEND_ALL, AttendOptions
 
 _TOKENS = 16  # that a tensor instruction takes
 MOST_SPLITS = 128  # in paged_attention.cu
@@ -131,25 +133,38 @@ def shared_bytes(p: PagedTileConfig, fmt: KVFormat, head_size: int) -> int:
 
 
 def attend_variant(
-    p: PagedTileConfig, fmt: KVFormat, head_size: int, values: torch.dtype, dtype: torch.dtype, bitserial: int = 0
+    p: PagedTileConfig,
+    fmt: KVFormat,
+    head_size: int,
+    values: torch.dtype,
+    dtype: torch.dtype,
+    bitserial: int = 0,
+    extra: int = 0,
 ) -> tuple[str, str]:
-    """`values`: the type of 16-bit pages, f16 for codes; `dtype`: that of the result; `bitserial`: DIGITS."""
+    """`values`: the type of 16-bit pages, f16 for codes; `dtype`: that of the result; `bitserial`: DIGITS.
+
+    `extra`: EXTRAS of extras.cuh (decode_attention.extras).
+    """
     arguments = f"{_form(fmt, head_size)}, {p.group}, {p.tiles}, {p.stages}, {p.warps}, {p.occupancy}"
-    types = f"{str(fmt.rotate).lower()}, {bitserial}, {C_TYPES[values]}, {C_TYPES[dtype]}"
+    types = f"{str(fmt.rotate).lower()}, {bitserial}, {extra}, {C_TYPES[values]}, {C_TYPES[dtype]}"
     return "attention/paged_attention.cu", f"crelle::paged_attend<{arguments}, {types}>"
 
 
-def append_variant(fmt: KVFormat, head_size: int, dtype: torch.dtype, values: torch.dtype) -> tuple[str, str]:
-    """`dtype`: that of q, k and v; `values`: the type of 16-bit pages, f16 for codes."""
-    alike = _lanes(fmt, head_size) == 8
+def append_variant(
+    fmt: KVFormat, head_size: int, dtype: torch.dtype, values: torch.dtype, rotated: int | None = None
+) -> tuple[str, str]:
+    """`dtype`: that of q, k and v; `values`: the type of 16-bit pages, f16 for codes; `rotated`: channels (all)."""
+    rotated = rotated or head_size
+    alike = _lanes(fmt, head_size, rotated) == 8
     form = f"{head_size}, {fmt.bits}, {fmt.key.groups(head_size)}" if alike else _form(fmt, head_size)
     name, arguments = f"paged_append{'_8lane' if alike else ''}", f"{form}, {str(fmt.rotate).lower()}"
+    arguments += "" if alike else f", {rotated}"
     return "attention/paged_append.cu", f"crelle::{name}<{arguments}, {C_TYPES[dtype]}, {C_TYPES[values]}>"
 
 
-def _lanes(fmt: KVFormat, head_size: int) -> int:
+def _lanes(fmt: KVFormat, head_size: int, rotated: int) -> int:
     """Return how many lanes have a head in `append`: 8 where it is a power of two and groups are whole lanes'."""
-    alike = fmt.bits == fmt.v_bits >= 4
+    alike = fmt.bits == fmt.v_bits >= 4 and rotated == head_size
     power = head_size >= 64 and head_size & (head_size - 1) == 0
     return 8 if alike and power and fmt.key.groups(head_size) <= 16 else 32
 
@@ -185,6 +200,13 @@ def variants() -> Iterator[tuple[str, str]]:
             yield append_variant(fmt, size, dtype, half)
             yield read_variant(fmt, size, half)
             yield attend_variant(tile_config(fmt, 16, heads, 1, size, 1024, 132), fmt, size, half, dtype)
+    for i, (size, rotated) in enumerate(((64, 16), (96, 24), (128, 64), (256, 64))):  # what not all families have
+        for j, fmt in enumerate(formats[:3]):
+            dtype, heads = (half, brain)[(i + j) % 2], (1, 2, 4, 8)[(i + j) % 4]
+            values = half if fmt.coded else dtype
+            yield append_variant(fmt, size, dtype, values, rotated)
+            config = tile_config(fmt, 16, heads, 1, size, 1024, 132)
+            yield attend_variant(config, fmt, size, values, dtype, 0, 1 + (i + j) % 3)
 
 
 def append(
@@ -207,8 +229,9 @@ def append(
     """Store k and v [N, Hkv, D] behind the `position` tokens that each sequence has; return q for `attend`.
 
     q [N, H, D] may be absent, or be all there is (k and v None). Heads lie together; tokens may be apart, so that q, k
-    and v can be views of one qkv. q and k are normed where there are weights [D], then rotated where there are cos and
-    sin, f32 [context, D/2]. `center` f32 [Hkv, D]; `starts` int32 [B + 1], absent: N/B tokens for each sequence.
+    and v can be views of one qkv. q and k are normed where there are weights [D], then their first R channels rotated
+    where there are cos and sin, f32 [context, R/2]. `center` f32 [Hkv, D]; `starts` int32 [B + 1], absent: N/B
+    tokens for each sequence.
     """
     fmt, D = pages.format, pages.head_size
     some = k if k is not None else q
@@ -222,11 +245,11 @@ def append(
     if q is not None:
         rotated = torch.empty(N, q.shape[1], D, dtype=values, device=q.device) if out is None else out
     heads = 0 if q is None else q.shape[1]
-    B = 1 if table is None else table.shape[0]
+    B, R = 1 if table is None else table.shape[0], D if cos is None else 2 * cos.shape[1]
     if N == 0:
         return rotated
-    load(*append_variant(fmt, D, some.dtype, values))(
-        (N, -(-(heads + 2 * stored) * _lanes(fmt, D) // _APPEND_THREADS), 1),
+    load(*append_variant(fmt, D, some.dtype, values, R))(
+        (N, -(-(heads + 2 * stored) * _lanes(fmt, D, R) // _APPEND_THREADS), 1),
         _APPEND_THREADS,
         *(q, k, v),
         *(_apart(x, D) for x in (q, k, v)),
@@ -244,7 +267,7 @@ def attend(
     table: Tensor,
     lengths: Tensor,
     *,
-    window: int | None = None,
+    how: AttendOptions = ATTEND_ALL,
     scale: float | None = None,
     rotated: bool = False,
     dtype: torch.dtype | None = None,
@@ -273,7 +296,7 @@ def attend(
         q = prepared
     y = torch.empty(shape, dtype=result, device=q.device) if out is None else out
     packed = (0, False) if packed_for is None else (B, packed_for.stride16)
-    _attend(q, pages, table, lengths, window, scale, result, (y, None), config, semaphores, packed, 0, pdl)
+    _attend(q, pages, table, lengths, how, scale, result, (y, None), config, semaphores, packed, 0, pdl)
     return y
 
 
@@ -284,7 +307,8 @@ def attend_encode(
     lengths: Tensor,
     dtype: torch.dtype,
     *,
-    window: int | None = None,
+    how: AttendOptions = ATTEND_ALL,
+    scale: float | None = None,
     config: PagedTileConfig | None = None,
     semaphores: Tensor | None = None,
     pdl: bool = True,
@@ -293,7 +317,7 @@ def attend_encode(
     B, H, _ = q.shape
     made = BitSerialX.empty(B, H, 1, q.device)
     out = made.bits, made.scale
-    _attend(q, pages, table, lengths, window, None, dtype, out, config, semaphores, (0, False), columns(B), pdl)
+    _attend(q, pages, table, lengths, how, scale, dtype, out, config, semaphores, (0, False), columns(B), pdl)
     return made
 
 
@@ -302,7 +326,7 @@ def _attend(
     pages: KVPages,
     table: Tensor,
     lengths: Tensor,
-    window: int | None,
+    how: AttendOptions,
     scale: float | None,
     result: torch.dtype,
     out: tuple[Tensor, Tensor | None],
@@ -325,12 +349,12 @@ def _attend(
         parts = torch.empty(sets * p.splits * p.group * (D + 2), device=q.device)
         if semaphores is None:
             semaphores = torch.zeros(sets, dtype=torch.int32, device=q.device)
-    load(*attend_variant(p, fmt, D, values, result, bitserial))(
+    load(*attend_variant(p, fmt, D, values, result, bitserial, extras(how)))(
         (p.splits, pages.heads * p.chunks, B),
         32 * p.warps,
         *(q, pages.codes, pages.words, table, lengths, *out, parts, semaphores),
-        *(table.shape[1], H, pages.heads, fmt.page, window or _FOREVER, *packed),
-        float(D**-0.5 if scale is None else scale),
+        *(table.shape[1], H, pages.heads, fmt.page, how.window or _FOREVER, *packed),
+        *(float(D**-0.5 if scale is None else scale), float(how.softcap or 0), how.sinks),
         shared=shared_bytes(p, fmt, D),
         pdl=pdl,
     )

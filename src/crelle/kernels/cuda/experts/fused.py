@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crelle.kernels.cuda.dense import dense
 from crelle.kernels.cuda.dense.fused import DenseLinear
 from crelle.kernels.cuda.dispatch import GEMV_ROWS
 from crelle.kernels.cuda.experts import products
@@ -51,12 +50,11 @@ class FusedExperts:
         """Whether so many tokens are multiplied each by itself."""
         return rows * self.experts.top <= max(self.experts.count, GEMV_ROWS * self.experts.top)
 
-    def __call__(
-        self, x: Tensor, op: Prologue, norm: Norm, residual: Tensor | None, batch_invariant: bool = False
-    ) -> Tensor:
-        """Return residual + the experts' output for x [M, width], which is normed first."""
+    def __call__(self, x: Tensor, norm: Norm | None, residual: Tensor | None, batch_invariant: bool = False) -> Tensor:
+        """Return residual + the experts' output for x [M, width], which is normed first, if there is a norm."""
+        op: Prologue = "PLAIN" if norm is None else norm.op
         if batch_invariant or not self.takes_few(x.shape[0]):
-            return self._many(dense.apply(x, op, *of_norm(norm)), residual, batch_invariant)
+            return self._many(x if norm is None else norm(x), residual, batch_invariant)
         if x.shape[0] <= GEMV_ROWS:
             logits, made = self.router(x, op, norm, dtype=torch.float32), None
             if self.shared is not None:
@@ -64,7 +62,7 @@ class FusedExperts:
                 made = down(up(x, op, norm), act)
             inner = products.up(x, logits, self.experts, op, *of_norm(norm))
         else:
-            h = dense.apply(x, op, *of_norm(norm))
+            h = x if norm is None else norm(x)
             logits, made = self._logits(h, False), self._shared(h, False)
             inner = products.up(h, logits, self.experts)
         return products.down(inner, logits, self.experts, residual, made)

@@ -271,6 +271,10 @@ def _attention_dense_embed() -> Iterator[Instantiation]:
                 narrow = decode_attention.tile_config(1, heads, kv_heads, size, 2048, processors=132, narrow=True)
                 for digits in (1, 2, 4) if size == 128 else ():
                     yield decode_attention.attend_variant(narrow, size, HALF, cluster, digits)
+                extra = 1 + (size // 16 + heads // kv_heads + cluster) % 3
+                yield decode_attention.attend_variant(plan, size, BF16, cluster, 0, size // 2, extra)
+                if size == 128:
+                    yield decode_attention.attend_variant(narrow, size, HALF, cluster, 1, None, 3)
     for op in _OPS:
         for count in range(1, 5):
             yield dense.product_variant(op, count, K, HALF if count % 2 else BF16, F32 if count > 2 else HALF)

@@ -46,9 +46,14 @@ class Norm:
     bias: Tensor | None
     eps: float
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Return norm(x) for any number of rows."""
-        return dense.apply(x, "RMS_NORM" if self.bias is None else "LAYER_NORM", self.weight, self.bias, self.eps)
+    @property
+    def op(self) -> Prologue:
+        """How it is fused into a product."""
+        return "RMS_NORM" if self.bias is None else "LAYER_NORM"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x [N, K] normed, in a launch of its own."""
+        return dense.apply(x, self.op, self.weight, self.bias, self.eps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,11 +217,11 @@ class FusedLinear(ABC):
         x: Tensor,
         addend: Tensor | None,
         op: Prologue,
-        norm: Norm,
+        norm: Norm | None,
         batch_invariant: bool = False,
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return norm(x + addend) @ W.T + bias, and x + addend."""
+        """Return op(x + addend) @ W.T + bias, and x + addend; op is a norm, or PLAIN."""
         if (both := self._fused_rows(x, addend, op, norm, batch_invariant, dtype)) is not None:
             return both
         x = x if addend is None else x + addend
@@ -234,12 +239,15 @@ class FusedLinear(ABC):
     def linear_norm(
         self, h: "Tensor | PackedX", norm: Norm, op: Prologue = "PLAIN", batch_invariant: bool = False
     ) -> Tensor:
-        """Return norm(op(h) @ W.T + bias), an RMS norm: what a sandwich norm leaves to be added to x."""
-        y = self._apart(h, op, batch_invariant)
-        if y is None:
-            assert isinstance(h, Tensor)
-            y = self.linear(h, op, batch_invariant=batch_invariant)
-        return dense.apply(y, "RMS_NORM", norm.weight, None, norm.eps)
+        """Return norm(op(h) @ W.T + bias): what a norm behind a layer leaves to be added to x."""
+        return norm(self.linear_apart(h, op, batch_invariant))
+
+    def linear_apart(self, h: "Tensor | PackedX", op: Prologue = "PLAIN", batch_invariant: bool = False) -> Tensor:
+        """Return op(h) @ W.T + bias, with nothing added."""
+        if (y := self._apart(h, op, batch_invariant)) is not None:
+            return y
+        assert isinstance(h, Tensor)
+        return self.linear(h, op, batch_invariant=batch_invariant)
 
     def linear(
         self,

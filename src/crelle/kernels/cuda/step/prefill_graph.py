@@ -72,6 +72,12 @@ class PrefillInputs:
         self.new, self.all, self.table = views["new"], views["all"], views["table"].view(s + 1, width)
         self._bucket, self._width, self._copied = bucket, width, torch.cuda.Event()  # type: ignore[no-untyped-call]
 
+    def by_rows(self) -> tuple[Tensor, Tensor]:
+        """Return each row's pages int32 [rows, width] and tokens int32 [rows], as if it were a sequence of its own."""
+        row = torch.arange(self._bucket.rows, dtype=torch.int32, device=self.offsets.device)
+        owner = torch.searchsorted(self.offsets[1:-1], row, right=True)  # padding: the sequence behind all others
+        return self.table[owner], (self.positions + 1).masked_fill(owner == self._bucket.sequences, 0)
+
     def fill(self, chunks: Sequence[Chunk]) -> None:
         """Copy what some chunks need to the device; the rest is padding."""
         self._copied.synchronize()  # the host's side is free
