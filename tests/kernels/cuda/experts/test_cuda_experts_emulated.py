@@ -164,7 +164,7 @@ def test_a_layer_matches_oracle(rows: int, shared: bool, monkeypatch: pytest.Mon
         wanted += torch.sigmoid(h @ gate.double().T) * (inner @ plain["down"].double().T)
     assert experts.takes_few(rows) == (rows == 6)
     for invariant in (False, True):
-        y = experts(x, "RMS_NORM", Norm(weight, None, 1e-5), x, invariant)
+        y = experts(x, Norm(weight, None, 1e-5), x, invariant)
         assert relative(y, wanted) < 2 * TOLERANCE[HALF]
 
 
