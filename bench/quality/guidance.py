@@ -36,6 +36,7 @@ def schemes(model: str) -> list[str]:
     each += [f"awq:bits={b},group={g}" for b in (2, 3, 4)] + [f"bcq-nested:bits=4,group={large}"]
     each += [f"mixed:four={share},group=16" for share in (0.0, 0.5, 1.0)]
     each += [f"atom:w={b},a=8,group={g},outliers=32" for b in (3, 4)]
+    each += [f"trellis:bits={b}" for b in (2, 3, 4)]
     return each + [f"auto:bits={bits},steps=8" for bits in (2.35, 3.35, 4.35)]
 
 
