@@ -119,13 +119,12 @@ CASES = {
         },
         quantized=False,
     ),
-    "mixtral": Case(name="Mixtral", options={"num_local_experts": 4, "num_experts_per_tok": 2}, cuda=True),
+    "mixtral": Case(name="Mixtral", options={"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": Case(
         name="Qwen2Moe",
         options=EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 64, "mlp_only_layers": [0]},
-        cuda=True,
     ),
-    "qwen3-moe": Case(name="Qwen3Moe", options=EXPERTS | {"num_experts": 4, "norm_topk_prob": True}, cuda=True),
+    "qwen3-moe": Case(name="Qwen3Moe", options=EXPERTS | {"num_experts": 4, "norm_topk_prob": True}),
     "gpt-oss": Case(
         name="GptOss",
         options={"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 32}
