@@ -228,7 +228,8 @@ def main(out: Path, shapes: str, seconds: float, trellis_shapes: str) -> None:
         write_result(out, result)
         print(shape, result["shapes"][shape], flush=True)
     write_result(out, result)
-    print("layer", result["layer_seconds"], "s; left out:", result["left_out"])
+    if "layer_seconds" in result:
+        print("layer", result["layer_seconds"], "s; left out:", result["left_out"])
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from crelle.kernels.cuda.step import fused_linear
 
 gpu = pytest.mark.gpu
 SCHEMES = ["rtn:bits=4,group=64", "bcq:bits=2,group=128", "bcq:bits=3,group=32"]
-TOLERANCE = 3e-2
+TOLERANCE = {torch.float16: 3e-2, torch.bfloat16: 0.12}  # three bits less, in every product and in the reference's
 
 
-def agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
+def agree(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype = torch.float16) -> bool:
     """Whether nearly all rows do: two experts that are nearly as likely may change places by a rounding."""
     errors = torch.tensor([error(a, b) for a, b in zip(found, wanted, strict=True)])
-    return bool(errors.quantile(0.85) < TOLERANCE) and bool((errors < 1).all())
+    return bool(errors.quantile(0.85) < TOLERANCE[dtype]) and bool((errors < 1).all())
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -45,13 +45,13 @@ def test_prompts_and_steps_give_the_models_logits(
     with torch.inference_mode():
         wanted = {b: model(torch.tensor([i], device="cuda"), model.new_cache(1))[0] for b, i in ids.items()}  # [T, V]
     first = sequences.run({b: i[: 20 + b % 3] for b, i in ids.items()})
-    assert agree(list(first), [wanted[b][19 + b % 3] for b in ids])
+    assert agree(list(first), [wanted[b][19 + b % 3] for b in ids], dtype)
     found, expected = list[Tensor](), list[Tensor]()
     for rows in (range(1), range(3), range(2, 10), range(16), range(40)):
         for _ in range(2):
             found += sequences.run({b: [ids[b][sequences.lengths[b]]] for b in rows})
             expected += [wanted[b][sequences.lengths[b] - 1] for b in rows]
-    assert agree(found, expected)
+    assert agree(found, expected, dtype)
     assert sequences.untouched()
 
 
