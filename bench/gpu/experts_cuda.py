@@ -161,7 +161,9 @@ def measure(llm: LLM, scheme: str, batch: int, ceiling: float, given: argparse.N
     if given.profile:
         executor = decoder.engine.runner.cuda_executor(None)
         assert executor is not None
-        row["breakdown"] = str(breakdown(executor.graph(batch).replay))
+        found = breakdown(executor.graph(batch).replay)
+        longest = [f"{k.launches} x {k.name[:70]}: {k.microseconds:.1f} us" for k in found.kernels[:12]]
+        row["breakdown"] = {"summary": str(found), "longest": longest}
     return row
 
 
@@ -190,7 +192,7 @@ def main() -> None:
                 rows.append(measure(llm, scheme, batch, ceiling, given) | {"logits_error": error})
                 rows[-1]["shape"] = shape
                 if given.profile:
-                    print(rows[-1]["breakdown"], flush=True)
+                    print(rows[-1]["breakdown"]["summary"], *rows[-1]["breakdown"]["longest"], sep="\n", flush=True)
             del llm
             gc.collect()
             torch.cuda.empty_cache()
