@@ -46,6 +46,15 @@ FULL = {  # rows of the text, own ones, and training end to end
     3.35: (384, 192, "end=5000,own=4096"),
     4.35: (192, 192, "end=1500,own=2048"),
 }
+QUALITY = (  # prefer=quality: rows of the text, own ones, and training
+    (192, 192, "tune=none"),
+    (192, 192, "steps=256"),
+    (192, 192, "steps=256,rate=0.01"),
+    (192, 192, "steps=256,rate=0.02"),
+    (192, 192, "steps=0,tune=full,train=scales,end=600,own=1024"),
+    (192, 192, "steps=256,rate=0.01,tune=full,end=600,own=1024"),
+    (192, 192, "steps=256,rate=0.01,tune=full,end=2000,own=2048"),
+)
 PLAIN = tuple(
     f"{s},damp={damp}"
     for s in ("gptq:bits=3,group=64", "gptq:bits=4,group=64", "hbcq:bits=2,group=128", "bcq-nested:bits=4,group=128")
@@ -61,6 +70,9 @@ def cases() -> list[dict[str, Any]]:
         full = text, written, 256, f",tune=full,{training}"  # rows, own rows, steps, more
         for rows, own, steps, more in (*AUTO, full):
             found.append({"scheme": f"auto:bits={bits},steps={steps}{more}", "rows": rows, "own": own, "target": bits})
+        for rows, own, more in QUALITY:
+            scheme = f"auto:bits={bits},prefer=quality,{more}"
+            found.append({"scheme": scheme, "rows": rows, "own": own, "target": bits, "prefer": "quality"})
     return found
 
 
@@ -78,12 +90,17 @@ def calibration_text(data: Path) -> str:
     return (data / "text" / "wikitext2-valid-tokenised.txt").read_text()
 
 
-def search(bits: float, data: Path, device: str) -> dict[str, str]:
+def search(bits: float, prefer: str, data: Path, device: str) -> dict[str, str]:
     """Return the scheme of every matrix."""
     torch.set_num_threads(1)
     weights, where = open_weights(smollm2()), torch.device(device)
     rows = rows_of(Tokenizer.of(weights), calibration_text(data), _LENGTH, 64)
-    return Auto(bits=bits).plan(open_model(weights, where), rows, where, None)
+    return Auto(bits=bits, prefer=prefer).plan(open_model(weights, where), rows, where, None)
+
+
+def _plan(case: dict[str, Any]) -> tuple[float, str]:
+    """Return what a case's plan is made for."""
+    return case["target"], case.get("prefer", "speed")
 
 
 def one(case: dict[str, Any], plan: dict[str, str], data: Path, device: str, memory: int | None) -> dict[str, Any]:
@@ -117,11 +134,11 @@ def main() -> None:
     if "fp32" not in results.result:
         results.result["fp32"] = perplexities(smollm2(), args.data, args.device)
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        targets = sorted({c["target"] for c in wanted if "target" in c})
-        plans = {bits: pool.submit(search, bits, args.data, args.device) for bits in targets}
+        targets = sorted({_plan(c) for c in wanted if "target" in c})
+        plans = {target: pool.submit(search, *target, args.data, args.device) for target in targets}
         running = {}
         for case in sorted(wanted, key=lambda c: "target" in c):  # those without a plan first
-            plan = plans[case["target"]].result() if "target" in case else {}
+            plan = plans[_plan(case)].result() if "target" in case else {}
             running[pool.submit(one, case, plan, args.data, args.device, memory)] = case
         for done in as_completed(running):
             if error := done.exception():

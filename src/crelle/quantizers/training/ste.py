@@ -29,6 +29,7 @@ from crelle.formats.two_level import TwoLevelTensor
 from crelle.formats.wrappers.rotated import RotatedTensor
 from crelle.quantizers.solvers.grouping import TINY, from_groups, to_groups
 from crelle.quantizers.training.grouped_ste import STEGrouped, STETwoLevel
+from crelle.quantizers.training.incremental import IncrementalTrellis
 from crelle.quantizers.training.mixed_ste import STEMixed
 from crelle.quantizers.training.ste_base import TrainableWeight, as_f16, on_own_grid, stored_grid
 
@@ -137,12 +138,13 @@ def _row_scaled(start: QuantTensor) -> bool:
 def trainable_weight(start: QuantTensor, weight: Tensor | None) -> TrainableWeight | None:
     """Return the module that trains a tensor's weights through the rounding; None where only its scales can train."""
     if _row_scaled(start):
-        return RowScales(start)
+        return IncrementalTrellis(start)  # type: ignore[arg-type]
     make = STE_WEIGHTS.get(start.format)
     return None if make is None else make(start, weight)
 
 
 def trainable(start: QuantTensor, weight: Tensor | None, what: str) -> TrainableWeight:
     """Return the module that trains `what` of a tensor: "scales", or "all" (weights too, where the format can)."""
-    module = trainable_weight(start, weight) if what == "all" or _row_scaled(start) else None
-    return ScaleTuner(start) if module is None else module
+    if what == "all" and (module := trainable_weight(start, weight)) is not None:
+        return module
+    return RowScales(start) if _row_scaled(start) else ScaleTuner(start)
