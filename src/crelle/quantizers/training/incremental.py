@@ -41,7 +41,7 @@ from crelle.quantizers.training.ste_base import TrainableWeight, as_f16
 
 # Share of the steps after which a share of the columns has codes. The last ones have few weights left that could make
 # up for them, so the shares become smaller.
-SCHEDULE = ((0.0, 0.5), (0.25, 0.75), (0.45, 0.875), (0.65, 1.0))
+SCHEDULE = ((0.0, 0.5), (0.2, 0.75), (0.35, 0.875), (0.5, 0.9375), (0.6, 0.97), (0.7, 1.0))
 
 
 class IncrementalTrellis(TrainableWeight):
