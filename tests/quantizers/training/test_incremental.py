@@ -174,14 +174,15 @@ def test_a_training_that_died_goes_on_from_its_state(
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_whole_model_trains_to_less_loss_than_its_scales(checkpoint: Path, small_model: Path) -> None:
+def test_the_whole_model_trains_to_less_loss_than_its_scales(tiny_model: Path, tmp_path: Path) -> None:
+    text = CalibrationData(text=TEXT, rows=4, length=32)
+    scheme = "auto:bits=2.6,prefer=quality,search=false,tune=none"
+    made = quantize(tiny_model, tmp_path / "q", scheme, text=text, device="cpu").out
     last = {}
     for what in ("scales", "all"):
-        training = Training(steps=60, batch=8, rate=2e-2, scale_rate=1e-2, half=False)
-        losses = fresh_run(checkpoint, small_model, training, what=what).run()
-        last[what] = sum(losses[-5:])
-        assert last[what] < sum(losses[:2]) * 2.5
-    assert last["all"] < last["scales"]
+        training = Training(steps=120, batch=8, rate=2e-2, scale_rate=1e-2, half=False)
+        last[what] = sum(fresh_run(made, tiny_model, training, what=what).run()[-10:])
+    assert last["all"] < 0.8 * last["scales"]
 
 
 @pytest.mark.gpu

@@ -5,7 +5,8 @@ STEWeight   an affine grid; weights, scales and lows train with a straight-throu
                 dŵ/dw = 1      dŵ/dscale = q - v     dŵ/dlow = 0     inside the grid
                 dŵ/dw = 0      dŵ/dscale = q         dŵ/dlow = 1     outside
 STEMixed    the same for 2- and 4-bit groups with second-order scales (crelle.quantizers.training.mixed_ste)
-RowScales   trellis codes, rotated or not: one scale a row trains, the codes are fixed
+IncrementalTrellis  trellis codes, rotated or not: found a share at a time (crelle.quantizers.training.incremental)
+RowScales   the same with fixed codes: one scale a row trains
 STEGrouped, STETwoLevel  the same for integers with outlier columns (crelle.quantizers.training.grouped_ste)
 ScaleTuner  codes are fixed, only the scales train (AlphaTuning): for every format whose `scales` are not empty
 
