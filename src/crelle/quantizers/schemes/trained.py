@@ -21,11 +21,13 @@ from crelle.formats.base import QuantTensor
 from crelle.quantizers.calibration.calibrate import LayerCalibration
 from crelle.quantizers.training.blockwise import Training, tune_block
 from crelle.quantizers.training.incremental import IncrementalTrellis, begin_in_layer, encode_in_layer, events
-from crelle.quantizers.training.ste import trainable_weight
+from crelle.quantizers.training.ste import row_scaled, trainable, trainable_weight
+from crelle.quantizers.training.ste_base import TrainableWeight
 
 Tune = Literal["none", "short", "full"]
 Train = Literal["all", "scales"]
 _STEPS, _LENGTH = 3000, 1024  # of end-to-end training, by default, with sequences of so many tokens
+_FEW = 128  # steps of a layer with which trellis codes only lose by being found anew (docs/notes/trellis.md)
 _SMALL = 750_000_000  # weights up to which a model gets all of them
 
 
@@ -61,7 +63,7 @@ class TrainedConfig:
         if self.tune == "none" or not self.steps:
             return fitted
         linears, sources = layer.block.linears(), layer.full.linears()
-        found = {n: trainable_weight(w, sources[n].weight) for n, w in fitted.items()}
+        found = {n: self._trainable(w, sources[n].weight) for n, w in fitted.items()}
         coders = {n: coder for n, coder in found.items() if coder is not None}
         for name, coder in coders.items():
             linears[name].coder = coder
@@ -73,6 +75,11 @@ class TrainedConfig:
         for name in coders:
             linears[name].coder = None
         return fitted | {n: c.export() for n, c in coders.items()}
+
+    def _trainable(self, fitted: QuantTensor, source: Tensor) -> TrainableWeight | None:
+        if self.steps < _FEW and row_scaled(fitted):
+            return trainable(fitted, source, "scales")
+        return trainable_weight(fitted, source)
 
     def block_training(self) -> Training:
         # The finer the grid, the smaller its steps relative to the weights, and the more of them a weight may move.

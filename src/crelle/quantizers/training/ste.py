@@ -132,13 +132,14 @@ STE_WEIGHTS: dict[str, Callable[[Any, Tensor | None], TrainableWeight]] = {
 }
 
 
-def _row_scaled(start: QuantTensor) -> bool:
+def row_scaled(start: QuantTensor) -> bool:
+    """Tell whether a tensor is of trellis codes, whose scales belong to rows."""
     return isinstance(start.inner if isinstance(start, RotatedTensor) else start, TrellisTensor)
 
 
 def trainable_weight(start: QuantTensor, weight: Tensor | None) -> TrainableWeight | None:
     """Return the module that trains a tensor's weights through the rounding; None where only its scales can train."""
-    if _row_scaled(start):
+    if row_scaled(start):
         return IncrementalTrellis(start)  # type: ignore[arg-type]
     make = STE_WEIGHTS.get(start.format)
     return None if make is None else make(start, weight)
@@ -148,4 +149,4 @@ def trainable(start: QuantTensor, weight: Tensor | None, what: str) -> Trainable
     """Return the module that trains `what` of a tensor: "scales", or "all" (weights too, where the format can)."""
     if what == "all" and (module := trainable_weight(start, weight)) is not None:
         return module
-    return RowScales(start) if _row_scaled(start) else ScaleTuner(start)
+    return RowScales(start) if row_scaled(start) else ScaleTuner(start)
