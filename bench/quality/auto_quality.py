@@ -1,11 +1,11 @@
 """What calibration data, training steps and damping bring: perplexity on the test text, and on texts of other kinds.
 
-    python bench/quality/auto_quality.py OUT.json DATA [--only 'auto.* 192 rows'] [--device cuda] [--jobs 6]
+    python bench/quality/auto_quality.py OUT.json DATA [--model GGUF] [--only 'auto.* 192 rows'] [--device cuda]
 
-DATA: a folder with text/. SmolLM2, calibrated on rows of 512 tokens of WikiText-2 valid and on sequences that the model
-itself writes (`own`). Test: WikiText-2 test; unseen: TinyStories and Python's documentation; windows of 1024, 20,480
-tokens each. `auto` is searched for once for each target, and quantized by that plan: runs differ in what their rows say
-alone. Rows are added to OUT.json as they are done.
+DATA: a folder with text/. The model (default: SmolLM2) is calibrated on rows of 512 tokens of WikiText-2 valid and on
+sequences that it writes itself (`own`). Test: WikiText-2 test; unseen: TinyStories and Python's documentation; windows
+of 1024, 20,480 tokens each. `auto` is searched for once for each target, and quantized by that plan: runs differ in
+what their rows say alone. Rows are added to OUT.json as they are done.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from quality import Results, add_options
@@ -46,11 +46,21 @@ FULL = {  # rows of the text, own ones, and training end to end
     3.35: (384, 192, "end=5000,own=4096"),
     4.35: (192, 192, "end=1500,own=2048"),
 }
+QUALITY = (  # prefer=quality: rows of the text, own ones, and training
+    (192, 192, "tune=none"),
+    (192, 192, "steps=256"),
+    (192, 192, "steps=256,rate=0.01"),
+    (192, 192, "steps=256,rate=0.02"),
+    (192, 192, "steps=0,tune=full,train=scales,end=600,own=1024"),
+    (192, 192, "steps=256,rate=0.01,tune=full,end=600,own=1024"),
+    (192, 192, "steps=256,rate=0.01,tune=full,end=2000,own=2048"),
+)
 PLAIN = tuple(
     f"{s},damp={damp}"
     for s in ("gptq:bits=3,group=64", "gptq:bits=4,group=64", "hbcq:bits=2,group=128", "bcq-nested:bits=4,group=128")
     for damp in (0.01, 0.2)
 )
+PLAIN += tuple(f"{s}:bits={bits},group=64" for s in ("rtn", "gptq") for bits in (2, 3, 4) if s == "rtn" or bits == 2)
 
 
 def cases() -> list[dict[str, Any]]:
@@ -61,6 +71,9 @@ def cases() -> list[dict[str, Any]]:
         full = text, written, 256, f",tune=full,{training}"  # rows, own rows, steps, more
         for rows, own, steps, more in (*AUTO, full):
             found.append({"scheme": f"auto:bits={bits},steps={steps}{more}", "rows": rows, "own": own, "target": bits})
+        for rows, own, more in QUALITY:
+            scheme = f"auto:bits={bits},prefer=quality,{more}"
+            found.append({"scheme": scheme, "rows": rows, "own": own, "target": bits, "prefer": "quality"})
     return found
 
 
@@ -78,22 +91,29 @@ def calibration_text(data: Path) -> str:
     return (data / "text" / "wikitext2-valid-tokenised.txt").read_text()
 
 
-def search(bits: float, data: Path, device: str) -> dict[str, str]:
+def search(bits: float, prefer: Literal["speed", "quality"], model: Path, data: Path, device: str) -> dict[str, str]:
     """Return the scheme of every matrix."""
     torch.set_num_threads(1)
-    weights, where = open_weights(smollm2()), torch.device(device)
+    weights, where = open_weights(model), torch.device(device)
     rows = rows_of(Tokenizer.of(weights), calibration_text(data), _LENGTH, 64)
-    return Auto(bits=bits).plan(open_model(weights, where), rows, where, None)
+    return Auto(bits=bits, prefer=prefer).plan(open_model(weights, where), rows, where, None)
 
 
-def one(case: dict[str, Any], plan: dict[str, str], data: Path, device: str, memory: int | None) -> dict[str, Any]:
+def _plan(case: dict[str, Any]) -> tuple[float, Literal["speed", "quality"]]:
+    """Return what a case's plan is made for."""
+    return case["target"], case.get("prefer", "speed")
+
+
+def one(
+    case: dict[str, Any], plan: dict[str, str], model: Path, data: Path, device: str, memory: int | None
+) -> dict[str, Any]:
     """Quantize and evaluate one case."""
     torch.set_num_threads(1)
     begun = perf_counter()
     text = CalibrationData(text=calibration_text(data), rows=case["rows"], length=_LENGTH, own=case["own"])
     scheme = f"{case['scheme']},search=false" if plan else case["scheme"]
     with tempfile.TemporaryDirectory() as d:
-        made = quantize(smollm2(), Path(d) / "out", scheme, text=text, device=device, overrides=plan, memory=memory)
+        made = quantize(model, Path(d) / "out", scheme, text=text, device=device, overrides=plan, memory=memory)
         row = {**case, "bits_per_weight": made.bits_per_weight, "seconds": perf_counter() - begun}
         return row | perplexities(made.out, data, device)
 
@@ -102,10 +122,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("data", type=Path)
+    parser.add_argument("--model", type=Path, help="a GGUF file or a directory; default: SmolLM2, fetched from PyPI")
     parser.add_argument("--only", default="", help="a regular expression for what to run, like 'auto.* 192 rows'")
     parser.add_argument("--memory", type=float, help="gigabytes of the device for each run; default: all of it")
     add_options(parser)
     args = parser.parse_args()
+    model = args.model or smollm2()
     only = f" --only '{args.only}'" if args.only else ""
     memory = None if args.memory is None else int(args.memory * 1e9)
     only += "" if args.memory is None else f" --memory {args.memory:g}"
@@ -113,16 +135,16 @@ def main() -> None:
     results = Results(args.out, command)
     wanted = [c for c in cases() if re.search(args.only, f"{c['scheme']} {c['rows']} rows {c['own']} own")]
     wanted = [c for c in wanted if not results.has(scheme=c["scheme"], rows=c["rows"], own=c["own"])]
-    results.result["model"] = "SmolLM2-135M-Instruct"
+    results.result["model"] = "SmolLM2-135M-Instruct" if args.model is None else args.model.stem
     if "fp32" not in results.result:
-        results.result["fp32"] = perplexities(smollm2(), args.data, args.device)
+        results.result["fp32"] = perplexities(model, args.data, args.device)
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        targets = sorted({c["target"] for c in wanted if "target" in c})
-        plans = {bits: pool.submit(search, bits, args.data, args.device) for bits in targets}
+        targets = sorted({_plan(c) for c in wanted if "target" in c})
+        plans = {target: pool.submit(search, *target, model, args.data, args.device) for target in targets}
         running = {}
         for case in sorted(wanted, key=lambda c: "target" in c):  # those without a plan first
-            plan = plans[case["target"]].result() if "target" in case else {}
-            running[pool.submit(one, case, plan, args.data, args.device, memory)] = case
+            plan = plans[_plan(case)].result() if "target" in case else {}
+            running[pool.submit(one, case, plan, model, args.data, args.device, memory)] = case
         for done in as_completed(running):
             if error := done.exception():
                 print(running[done], error, flush=True)

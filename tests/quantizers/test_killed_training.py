@@ -59,6 +59,14 @@ def test_block_by_block_then_end_to_end(tmp_path: Path, train: str, low_memory: 
     assert found["steps"] == [8 + 14, 6, 4 + 12, 4, 4]
 
 
+@pytest.mark.parametrize("kill", [["step", 128 + 60], ["step", 2 * 128 + 12]], ids=["in a layer", "end to end"])
+def test_trellis_codes(tmp_path: Path, kill: list[object]) -> None:
+    """Killed between two shares of the columns: codes that were found stay, and the others come out the same."""
+    scheme = FULL.replace("bits=4", "bits=3.6,prefer=quality").replace("steps=4", "steps=128")
+    found = killed(tmp_path, scheme=scheme, device="cpu", kills=[kill])
+    same_bytes(found)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("train", ["all", "scales"])
 def test_on_a_gpu(tmp_path: Path, train: str) -> None:

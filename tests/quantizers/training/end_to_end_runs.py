@@ -14,15 +14,15 @@ from crelle.quantizers.training.ste import trainable
 from crelle.quantizers.training.teacher import Teacher
 
 
-def fresh_run(checkpoint: Path, teacher: Path, training: Training, device: str = "cpu") -> EndToEnd:
-    """All weights of a checkpoint, on random tokens."""
+def fresh_run(checkpoint: Path, teacher: Path, training: Training, device: str = "cpu", what: str = "all") -> EndToEnd:
+    """All weights of a checkpoint, or its scales, on random tokens."""
     tokens = torch.randint(0, 256, (8, 24), generator=torch.Generator().manual_seed(0))
     c, where = Checkpoint(checkpoint), torch.device(device)
     student = Network.of(CalibrationModel(c, where), recompute=training.low_memory)
     coders = []
     for block in student.blocks:
         for name, linear in block.linears().items():
-            linear.coder = trainable(c.matrix(name).to(where), None, "all")
+            linear.coder = trainable(c.matrix(name).to(where), None, what)
             coders.append(linear.coder)
     model, numbers = CalibrationModel(open_weights(teacher), where), drawn(len(tokens), training)
     full = Teacher.of(model, tokens, numbers, where, half=training.half)

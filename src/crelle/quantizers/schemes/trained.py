@@ -8,6 +8,8 @@
 Which matrices can be trained, and what of them, their formats say (crelle.quantizers.training.ste).
 """
 
+from collections.abc import Mapping
+from functools import partial
 from math import sqrt
 from typing import Literal
 
@@ -18,11 +20,14 @@ from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor
 from crelle.quantizers.calibration.calibrate import LayerCalibration
 from crelle.quantizers.training.blockwise import Training, tune_block
-from crelle.quantizers.training.ste import trainable_weight
+from crelle.quantizers.training.incremental import IncrementalTrellis, begin_in_layer, encode_in_layer, events
+from crelle.quantizers.training.ste import row_scaled, trainable, trainable_weight
+from crelle.quantizers.training.ste_base import TrainableWeight
 
 Tune = Literal["none", "short", "full"]
 Train = Literal["all", "scales"]
 _STEPS, _LENGTH = 3000, 1024  # of end-to-end training, by default, with sequences of so many tokens
+_FEW = 128  # steps of a layer with which trellis codes only lose by being found anew (docs/notes/trellis.md)
 _SMALL = 750_000_000  # weights up to which a model gets all of them
 
 
@@ -58,16 +63,23 @@ class TrainedConfig:
         if self.tune == "none" or not self.steps:
             return fitted
         linears, sources = layer.block.linears(), layer.full.linears()
-        found = {n: trainable_weight(w, sources[n].weight) for n, w in fitted.items()}
+        found = {n: self._trainable(w, sources[n].weight) for n, w in fitted.items()}
         coders = {n: coder for n, coder in found.items() if coder is not None}
         for name, coder in coders.items():
             linears[name].coder = coder
-        x, y = layer.hidden.quantized, layer.after
+        x, y, t = layer.hidden.quantized, layer.after, self.block_training()
+        paths = {n: c for n, c in coders.items() if isinstance(c, IncrementalTrellis)}
+        planned = events(t.steps, partial(_encode, layer, paths)) if paths else {}
         with torch.enable_grad():
-            layer.losses = tune_block(layer.block, list(coders.values()), x, y, self.block_training(), layer.device)
+            layer.losses = tune_block(layer.block, list(coders.values()), x, y, t, layer.device, planned)
         for name in coders:
             linears[name].coder = None
         return fitted | {n: c.export() for n, c in coders.items()}
+
+    def _trainable(self, fitted: QuantTensor, source: Tensor) -> TrainableWeight | None:
+        if self.steps < _FEW and row_scaled(fitted):
+            return trainable(fitted, source, "scales")
+        return trainable_weight(fitted, source)
 
     def block_training(self) -> Training:
         # The finer the grid, the smaller its steps relative to the weights, and the more of them a weight may move.
@@ -88,6 +100,14 @@ class TrainedConfig:
     def own_sequences(self, weights: int) -> int:
         """Return how many sequences the model shall write for `tune=full`: `own`, or 2048 and fewer if it is large."""
         return max(1, round(2048 * _size_factor(weights) ** 2)) if self.own < 0 else self.own
+
+
+def _encode(layer: LayerCalibration, coders: Mapping[str, IncrementalTrellis], share: float) -> None:
+    """Begin with a share of the columns, or encode up to a share."""
+    if all(int(c.encoded) == c.inputs for c in coders.values()):
+        begin_in_layer(layer, coders, share)
+    else:
+        encode_in_layer(layer, coders, share)
 
 
 def _size_factor(weights: int) -> float:

@@ -68,16 +68,23 @@ class Trellis(HessianConfig):
         """Return the weight [N, K] in trellis codes."""
         K = weight.shape[1]
         stats = require_stats(stats, self.scheme, K)
-        weight = require_finite(weight)
+        target, blocks = self.aim(require_finite(weight), stats)
+        codes, scale = encode(target, blocks, self.values, self.bits)
+        inner = TrellisTensor(codes, scale, K, self.bits, self.values)
+        rotate = self._prepared(stats).rotation
+        return inner if rotate is None else RotatedTensor(inner, rotate.clone())  # files share no memory
+
+    def aim(self, weight: Tensor, stats: Stats) -> tuple[Tensor, BlockFactor]:
+        """Return the target weight [N, K], its inputs rotated, and the factor of the Hessian of rotated inputs."""
         with timed(FACTOR):
             shared = self._prepared(stats)
-        rotate = shared.rotation
         with timed(TARGET):
             target = stats.target(weight, self.damp, lambda b: _solved(b, shared)) if self.target else weight
-            target = target.float() if rotate is None else rotate(target.float())
-        codes, scale = encode(target, shared.blocks, self.values, self.bits)
-        inner = TrellisTensor(codes, scale, K, self.bits, self.values)
-        return inner if rotate is None else RotatedTensor(inner, rotate.clone())  # files share no memory
+            return target.float() if shared.rotation is None else shared.rotation(target.float()), shared.blocks
+
+    def blocks(self, stats: Stats) -> BlockFactor:
+        """Return the factor of the Hessian of rotated inputs."""
+        return self._prepared(stats).blocks
 
     def row_errors(self, weight: Tensor, rows: Tensor, by: LDLFactor) -> Tensor:
         """Return an error W - Ŵ of some rows such as the search would leave: noise of its size, fed back likewise."""

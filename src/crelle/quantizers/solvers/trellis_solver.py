@@ -21,7 +21,7 @@ from crelle.quantizers.solvers.gptq_solver import LDLFactor
 
 # Of Gaussian weights, by code and bits: the standard deviation of all values that leaves the least error, relative to
 # that of the weights, and the share of their variance that it leaves.
-_SPREAD = {
+SPREAD = {
     "pair": {1.0: 0.85, 1.5: 0.96, 2.0: 1.03, 2.5: 1.1, 3.0: 1.17, 3.5: 1.23, 4.0: 1.3},
     "mul1": {1.0: 0.85, 2.0: 1.02, 3.0: 1.03, 4.0: 1.1},
 }
@@ -59,16 +59,50 @@ class BlockFactor:
         mix.view(blocks, COLUMNS, blocks, COLUMNS).diagonal(dim1=0, dim2=2).zero_()
         return cls(mix.float(), (own * cost.unsqueeze(1) @ own.mT).float(), by.damped)
 
+    def columns(self, begin: int, end: int) -> "BlockFactor":
+        """Return the factor for inputs begin to end, where those before them are fixed; begin is a multiple of 4."""
+        blocks = slice(begin // COLUMNS, -(-end // COLUMNS))
+        here = slice(begin, blocks.stop * COLUMNS)
+        return BlockFactor(self.mix[here, here], self.cost[blocks], self.damped)
+
 
 def encode(target: Tensor, by: BlockFactor, code: Code, bits: float) -> tuple[Tensor, Tensor]:
     """Return codes [row blocks, column blocks, bytes] and scales f16 [N] for a target weight [N, K]."""
     N, K = target.shape
-    size = target.square().mean(1).sqrt()
-    scale = (size / (code.std * UNIT) * _SPREAD[code.name][bits]).half().float().clamp(min=1e-7)
+    scale = first_scales(target, code, bits)
     pad = (0, -K % COLUMNS, 0, -N % ROWS)
     rows = torch.nn.functional.pad(target, pad) / (torch.nn.functional.pad(scale, (0, pad[3]), value=1) * UNIT)[:, None]
     values, rings = _search(rows, by, code, bits)
     return rings, best_scales(target, by.damped, values[:N, :K], scale)
+
+
+def first_scales(target: Tensor, code: Code, bits: float) -> Tensor:
+    """Return the scale f32 [N] at which rows of a target [N, K] are searched for."""
+    size = target.square().mean(1).sqrt()
+    return (size / (code.std * UNIT) * SPREAD[code.name][bits]).half().float().clamp(min=1e-7)
+
+
+def encode_columns(rows: Tensor, by: BlockFactor, code: Code, bits: float) -> tuple[Tensor, Tensor]:
+    """Return values f32 [N, K] and codes [row blocks, column blocks, bytes] for rows [N, K] in units of their scales.
+
+    Scales stay; `by` is of these columns (BlockFactor.columns).
+    """
+    N, K = rows.shape
+    values, rings = _search(torch.nn.functional.pad(rows / UNIT, (0, -K % COLUMNS, 0, -N % ROWS)), by, code, bits)
+    return values[:N, :K] * UNIT, rings
+
+
+def compensated(rows: Tensor, error: Tensor, by: BlockFactor, end: int) -> Tensor:
+    """Return rows [N, K - end] of the inputs after `end`, moved to where the outputs change least by `error` [N, C].
+
+    error: T - Ŵ of the last C inputs before `end`. With E = (error, E') it solves  E M = 0 at all inputs after.
+    """
+    K = end + rows.shape[1]
+    unit = by.mix[end:K, end:K].clone()
+    unit.diagonal().add_(1)
+    missing = error @ by.mix[end - error.shape[1] : end, end:K]
+    moved: Tensor = torch.linalg.solve_triangular(unit, missing, upper=True, unitriangular=True, left=False)
+    return rows + moved
 
 
 def best_scales(target: Tensor, damped: Tensor, values: Tensor, scale: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ each takes its part of every batch; gradients are summed over the ranks before t
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,11 +160,18 @@ class TrainStep:
 
 
 def tune_block(
-    block: Block, coders: Sequence[nn.Module], x: Tensor, target: Tensor, t: Training, device: torch.device
+    block: Block,
+    coders: Sequence[nn.Module],
+    x: Tensor,
+    target: Tensor,
+    t: Training,
+    device: torch.device,
+    events: Mapping[int, Callable[[], None]] | None = None,
 ) -> list[float]:
     """Train the coders of one block to give `target` [S, T, width] from `x`; return the losses.
 
-    Of several ranks each holds its own rows of both; a batch is of the same rows as with one.
+    events: what is done before a step, by its number; it may change parameters and buffers in place. Of several ranks
+    each holds its own rows of both; a batch is of the same rows as with one.
     """
 
     def loss(xb: Tensor, yb: Tensor) -> Tensor:
@@ -177,6 +184,8 @@ def tune_block(
     rows = SpreadRows(world(), x)
     losses = Losses(t, device)
     for i in range(t.steps):
+        if events is not None and i in events:
+            events[i]()
         pick = torch.randint(0, len(rows), (t.batch,), generator=order)
         parts = (rows.take(states, pick, device).float() for states in (x, target))  # widened there: less to copy
         losses.add(step(i, *parts))

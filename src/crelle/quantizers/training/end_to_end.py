@@ -27,8 +27,10 @@ from crelle.quantizers.ranks import world
 from crelle.quantizers.training.adam8 import LowMemoryStep
 from crelle.quantizers.training.blockwise import Losses, Training, TrainStep
 from crelle.quantizers.training.divergence import kl_divergence
+from crelle.quantizers.training.incremental import IncrementalTrellis, encode_in_network, events, free_in_network
 from crelle.quantizers.training.teacher import Teacher
 
+_ENCODED = 32768  # tokens whose inputs say what an error of trellis codes does
 _CHUNK = 512  # tokens whose logits are in memory at one time, on a CPU and where memory is short
 
 
@@ -100,6 +102,7 @@ class EndToEnd:
             capture = self.capture and all(block.capturable for block in student.blocks)
             self.step = TrainStep(self._loss_of, self.coders, t, device, capture=capture)
         self._losses = Losses(t, device)
+        self._events = events(t.steps, self._encode) if any(isinstance(c, IncrementalTrellis) for c in coders) else {}
 
     @property
     def losses(self) -> list[float]:
@@ -135,9 +138,20 @@ class EndToEnd:
 
     def take(self, step: int) -> Tensor:
         """Take one step; returns its loss, on the device."""
+        if step in self._events:
+            self._events[step]()
         pick = picked(step, len(self.tokens), self.t)
         inputs = [self.tokens[pick], *([] if self.teacher is None else [self.teacher.hidden(pick)])]
         return self.step(step, *(t.to(self.device) for t in inputs))
+
+    def _encode(self, share: float) -> None:
+        """Encode columns of trellis codes up to a share of all; the first time, free those that are after it."""
+        if all(int(c.encoded) == c.inputs for c in self.coders if isinstance(c, IncrementalTrellis)):
+            return free_in_network(self.student.blocks, share)
+        some = world().part(self.tokens[: max(world().size, _ENCODED // self.tokens.shape[1])])
+        with torch.no_grad():
+            states = [self.student.model.embed(rows.to(self.device)) for rows in torch.split(some, self.t.batch)]
+        return encode_in_network(self.student.blocks, states, share, self.t.half)
 
     def _loss_of(self, rows: Tensor, soft: Tensor | None = None) -> Tensor:
         with half_products(self.device, self.t.half):

@@ -208,7 +208,11 @@ def fast_bytes(checkpoint: Checkpoint, tokens: int, times: float = 1) -> int:
     """
     shapes = [s["shape"] for m, s in checkpoint.specs.items() if format_of(s).quantized and ".layers." in m]
     vocabulary = int(checkpoint.config.get("vocab_size", 0))
-    return int(times * (26 * sum(map(prod, shapes)) + tokens * 8 * sum(map(sum, shapes)))) + tokens * 24 * vocabulary
+    paths = [
+        s["shape"] for s in checkpoint.specs.values() if "trellis" in (s["format"], s.get("inner", {}).get("format"))
+    ]
+    weights = 26 * sum(map(prod, shapes)) + 8 * sum(map(prod, paths))  # and what trellis codes stand for, for backward
+    return int(times * (weights + tokens * 8 * sum(map(sum, shapes)))) + tokens * 24 * vocabulary
 
 
 def _installer(

@@ -5,7 +5,8 @@ STEWeight   an affine grid; weights, scales and lows train with a straight-throu
                 dŵ/dw = 1      dŵ/dscale = q - v     dŵ/dlow = 0     inside the grid
                 dŵ/dw = 0      dŵ/dscale = q         dŵ/dlow = 1     outside
 STEMixed    the same for 2- and 4-bit groups with second-order scales (crelle.quantizers.training.mixed_ste)
-RowScales   trellis codes, rotated or not: one scale a row trains, the codes are fixed
+IncrementalTrellis  trellis codes, rotated or not: found a share at a time (crelle.quantizers.training.incremental)
+RowScales   the same with fixed codes: one scale a row trains
 STEGrouped, STETwoLevel  the same for integers with outlier columns (crelle.quantizers.training.grouped_ste)
 ScaleTuner  codes are fixed, only the scales train (AlphaTuning): for every format whose `scales` are not empty
 
@@ -29,6 +30,7 @@ from crelle.formats.two_level import TwoLevelTensor
 from crelle.formats.wrappers.rotated import RotatedTensor
 from crelle.quantizers.solvers.grouping import TINY, from_groups, to_groups
 from crelle.quantizers.training.grouped_ste import STEGrouped, STETwoLevel
+from crelle.quantizers.training.incremental import IncrementalTrellis
 from crelle.quantizers.training.mixed_ste import STEMixed
 from crelle.quantizers.training.ste_base import TrainableWeight, as_f16, on_own_grid, stored_grid
 
@@ -130,19 +132,21 @@ STE_WEIGHTS: dict[str, Callable[[Any, Tensor | None], TrainableWeight]] = {
 }
 
 
-def _row_scaled(start: QuantTensor) -> bool:
+def row_scaled(start: QuantTensor) -> bool:
+    """Tell whether a tensor is of trellis codes, whose scales belong to rows."""
     return isinstance(start.inner if isinstance(start, RotatedTensor) else start, TrellisTensor)
 
 
 def trainable_weight(start: QuantTensor, weight: Tensor | None) -> TrainableWeight | None:
     """Return the module that trains a tensor's weights through the rounding; None where only its scales can train."""
-    if _row_scaled(start):
-        return RowScales(start)
+    if row_scaled(start):
+        return IncrementalTrellis(start)  # type: ignore[arg-type]
     make = STE_WEIGHTS.get(start.format)
     return None if make is None else make(start, weight)
 
 
 def trainable(start: QuantTensor, weight: Tensor | None, what: str) -> TrainableWeight:
     """Return the module that trains `what` of a tensor: "scales", or "all" (weights too, where the format can)."""
-    module = trainable_weight(start, weight) if what == "all" or _row_scaled(start) else None
-    return ScaleTuner(start) if module is None else module
+    if what == "all" and (module := trainable_weight(start, weight)) is not None:
+        return module
+    return RowScales(start) if row_scaled(start) else ScaleTuner(start)
