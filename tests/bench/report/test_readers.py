@@ -37,6 +37,8 @@ LEFT_OUT = {
     "h200-planner-steps.json",
     "h200-racecheck-stress.json",
     "h200-speculation-equality.json",
+    "h200-solver-trellis.json",
+    "h200-speculation-draft.json",
     "h200-speculation-ngram.json",
     "calibration-precision-smollm2.json",
     "cpu-accuracy.json",
