@@ -79,6 +79,16 @@ def test_what_is_asked_for_stays() -> None:
         resolve("most", SCHEME, GPU, SMOLLM2)
 
 
+@pytest.mark.parametrize("scheme", ["gptq:bits=2,group=64", "hbcq:bits=2,group=128"])
+def test_two_bits_are_guided_by_the_loss_where_that_is_not_too_slow(scheme: str) -> None:
+    for word in ("balanced", "best"):
+        assert resolve(word, scheme, GPU, SMOLLM2).scheme == f"{scheme},guidance=0.5"
+        assert resolve(word, f"{scheme},guidance=0", GPU, SMOLLM2).scheme == scheme
+        three = scheme.replace("bits=2", "bits=3")
+        assert parse(resolve(word, three, GPU, SMOLLM2).scheme) == parse(three)
+    assert resolve("fast", scheme, GPU, SMOLLM2).scheme == scheme
+
+
 def test_expected_qualities_are_those_of_the_files() -> None:
     for m in MEASURED:
         ratios = []
