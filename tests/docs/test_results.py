@@ -97,11 +97,34 @@ def test_trellis() -> None:
         " / ".join(f"{times(s, 12288, k):.1f}" for s in pair) for k in ("microseconds", "product_microseconds")
     )
     assert f"{whole} times ({alone})" in shown
-    quality = {r["scheme"]: r for r in rows("trellis-quality-smollm2")}
-    auto, two = quality["auto:bits=2.35,prefer=quality"], quality["trellis:bits=2"]
-    shown = line(RESULTS, "trellis-quality-smollm2")
-    for r in (auto, two):
-        assert f"{r['test_ratio']:.2f} / {r['unseen_ratio']:.2f}" in shown
+    two = {r["scheme"]: r for r in rows("trellis-quality-smollm2")}["trellis:bits=2"]
+    assert f"{two['test_ratio']:.2f} / {two['unseen_ratio']:.2f}" in line(RESULTS, "trellis-quality-smollm2")
+    quality = sorted(rows("h200-prefer-quality-smollm2"), key=lambda r: r["target"])
+    assert [r["target"] for r in quality] == [2.35, 3.35, 4.35]
+    shown = line(RESULTS, "h200-prefer-quality-smollm2")
+    for key in ("test_ratio", "unseen_ratio"):
+        assert " / ".join(f"{r[key]:.3f}" for r in quality) in shown
+
+
+def test_fp4_experts_and_speculation() -> None:
+    found = {(r["scheme"], r["shape"][0]): r for r in rows("h200-fp4")}
+    shown = line(RESULTS, "h200-fp4")
+    each = []
+    for scheme in ("mxfp4", "nvfp4"):
+        r = found[scheme, 12288]
+        (config,) = (c for c in r["configs"] if list(c["config"].values()) == [1, 8, 3, 2])
+        each.append(f"{r['baseline_microseconds'] / config['microseconds']:.1f}")
+    assert f"| {' / '.join(each)} times" in shown
+    one, many = rows("h200-experts")
+    assert (one["batch"], many["batch"]) == (1, 64)
+    rates = f"| {one['tokens_per_second']:.0f} / {many['tokens_per_second']:,.0f} tokens/s"
+    assert rates in line(RESULTS, "h200-experts")
+    exact = [r for r in rows("h200-speculation-ngram") if r["exact"]]
+    assert [r["prompts"] for r in exact] == ["summary", "edit", "prose"]
+    times = " / ".join(f"{r['speedup']:.1f}" for r in exact)
+    assert f"| {times} times |" in line(RESULTS, "h200-speculation-ngram")
+    (draft,) = (r for r in rows("h200-speculation-draft") if r["exact"])
+    assert f"| {draft['speedup']:.2f} times |" in line(RESULTS, "h200-speculation-draft")
 
 
 def test_language_tasks() -> None:

@@ -33,6 +33,8 @@ LEFT_OUT = {
     "development-runs.json",
     "h200-bcq-quality-smollm2.json",
     "h200-before-after-rooms.json",
+    "h200-experts-8-layers.json",
+    "h200-experts.json",
     "h200-papers-dataflow.json",
     "h200-planner-steps.json",
     "h200-racecheck-stress.json",
