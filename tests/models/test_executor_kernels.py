@@ -87,7 +87,10 @@ def test_what_an_engine_launches_is_compiled_ahead(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ahead, "on_gpu", lambda model: True)
     model, batch = make("k4v2")
     runner = SimpleNamespace(cuda_executor=lambda bits: batch)
-    engine: Any = SimpleNamespace(runner=runner, llm=SimpleNamespace(model=model), kv=KVFormat.parse("k4v2"))
+    speculator = SimpleNamespace(settings=SimpleNamespace(method="off"), draft=None)
+    engine: Any = SimpleNamespace(
+        runner=runner, llm=SimpleNamespace(model=model), kv=KVFormat.parse("k4v2"), speculator=speculator
+    )
     count, seconds = compile_ahead(engine, [128], 64)
     assert count == len(set(compiled)) == len(compiled)
     assert seconds > 0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import write_tiny_model
 from in_process import run
 
 from crelle.bench import import_timer, startup
@@ -108,13 +109,15 @@ def test_startup_writes_a_result_file(tiny_model: Path, tmp_path: Path, monkeypa
     assert str(tiny_model) not in result
 
 
-def test_speculate_compares_equal_answers_and_writes_a_result_file(tiny_model: Path, tmp_path: Path) -> None:
-    sizes = ("--rounds", "1", "--tokens", "24", "--prompt", "48", "--clients", "1,2", "--threads", "1")
+def test_speculate_compares_equal_answers_and_writes_a_result_file(tmp_path: Path) -> None:
+    tiny_model = write_tiny_model(tmp_path / "m", max_position_embeddings=256)
+    sizes = ("--rounds", "1", "--tokens", "24", "--prompt", "128", "--clients", "1,2", "--threads", "1")
     how = ("--speculate", "ngram:tokens=3,adaptive=false", "--device", "cpu", "--out", tmp_path / "s")
     done = run("bench", "speculate", tiny_model, *sizes, *how)
     assert done.code == 0, done.err
     rows = json.loads((tmp_path / "s.json").read_text())["rows"]
-    assert [(r["clients"], r["prompts"]) for r in rows] == [(1, "repeats"), (1, "prose"), (2, "repeats"), (2, "prose")]
+    kinds = ("summary", "edit", "prose")
+    assert [(r["clients"], r["prompts"]) for r in rows] == [(n, kind) for n in (1, 2) for kind in kinds]
     for r in rows:
         assert r["steps"] + r["accepted"] >= r["plain_steps"] / r["clients"]
         assert r["steps"] <= r["plain_steps"]

@@ -20,6 +20,7 @@ KINDS = {  # by the first pattern that a kernel's name has
     "attention": r"paged_attend|decode_attention|flash|fmha",
     "append": r"paged_append|paged_read",
     "encode": r"add_norm_pack|pack_x|permute_x|encode|trellis_rotate|crelle::apply",
+    "routing": r"router_logits|crelle::route|sort_slots|combine",
     "gemm": r"gemm|gemv|expert_up|expert_down|cutlass|cublas|nvjet|xmma|splitK|mixed_decode|_dequant|lut",
 }
 MEANING = {
@@ -27,6 +28,7 @@ MEANING = {
     "append": "rope and quantization of keys and values, into the pages",
     "encode": "residual add, norm or activation, and quantization or packing of x, in one launch",
     "gemm": "products, the head's too",
+    "routing": "router, order of the slots, and sum of a mixture's experts",
     "rest": "embedding, copies, what no other kind has",
     "idle": "no kernel was running",
 }
