@@ -124,7 +124,7 @@ def test_speculate_compares_equal_answers_and_writes_a_result_file(tmp_path: Pat
     assert sum(r["accepted"] for r in rows) > 0
     for wrong, says in (
         (("--speculate", "off"), "needs --speculate ngram"),
-        (("--prompt", "90"), "must have more than"),
+        (("--prompt", "250"), "must have more than"),
     ):
         assert says in run("bench", "speculate", tiny_model, *sizes[:2], *wrong).err
 
