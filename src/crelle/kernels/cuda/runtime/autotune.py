@@ -238,7 +238,7 @@ def _timed(
     try:
         with measured_configs.trying(configs):
             graph, logits = capture(executor.first_step(rows))
-    except CrelleError:  # more registers or shared memory than there are, or a compiler's error
+    except (CrelleError, torch.cuda.OutOfMemoryError):  # more registers or shared memory than there are, no memory left
         return None, float("inf")
     finally:
         _forget_plans(executor)
