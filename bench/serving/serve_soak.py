@@ -6,8 +6,9 @@
 
 Without --model: SmolLM2-135M. A model that is not quantized is made one in a temporary folder, by --scheme. The server
 is a process of its own, `crelle serve`, whose pages and resident memory are read every second; several --kv take turns,
-each with a server of its own. Half the requests are greedy, half sampled; half streamed; some ask for several answers
-or, of a nested checkpoint, for another precision; some clients leave in the middle of a stream, some vanish without a
+each with a server of its own, which guesses tokens as it does by default. Half the requests are greedy, half sampled;
+half streamed; a fifth ask for an answer of a given form, which must match it; some ask for several answers or, of a
+nested checkpoint, for another precision; some clients leave in the middle of a stream, some vanish without a
 word. With --faults one step in a hundred raises in the runner, an Exception or a BaseException: whoever is in that step
 gets an error, nobody else, and nobody waits.
 
@@ -59,6 +60,22 @@ TOKENS = (8, 16, 32)
 PAGES = 400  # of the cache: few, so that all of them have been touched after the warm-up
 LEAVES, VANISHES = 0.1, 0.05  # of the clients: in the middle of a stream; without reading anything
 FAULTS = 0.01  # of the steps, with --faults
+FORMED = 0.2  # of the requests: answers that must match
+CHOICES, REGEX = ["yes", "no", "perhaps"], r"[a-c]{3}-\d{2}"
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}, "ok": {"type": "boolean"}},
+    "required": ["n", "ok"],
+    "additionalProperties": False,
+}
+FORMS: tuple[tuple[dict[str, Any], str], ...] = (  # what is asked for, and a regular expression of all such answers
+    ({"guided_choice": CHOICES}, "|".join(CHOICES)),
+    ({"guided_regex": REGEX}, REGEX),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}},
+        r'\{\s*"n"\s*:\s*\d\s*,\s*"ok"\s*:\s*(true|false)\s*\}\s*',
+    ),
+)
 WARM_UP = 0.3  # of the time: memory is compared from here on
 LONG = 300  # seconds: from here on memory must be flat within 3%, in shorter runs within 6%
 Key = tuple[str, int, int | None]  # prompt, tokens, precision
@@ -71,6 +88,7 @@ class Log:
     asked: int = 0
     answers: int = 0  # whole ones
     greedy: int = 0  # of these, which were compared
+    formed: int = 0  # of these, with a form that they were checked against
     left: int = 0  # streams that their clients left
     vanished: int = 0  # clients that hung up at once
     refused: int = 0  # 429: asked again later
@@ -78,6 +96,7 @@ class Log:
     gone: int = 0  # connections refused after the server had died
     unanswered: list[str] = field(default_factory=list)
     different: list[Any] = field(default_factory=list)
+    malformed: list[Any] = field(default_factory=list)
     pages_used_at_the_end: int = -1
 
 
@@ -103,6 +122,9 @@ async def client(
         stream, leaves, n = rng.random() < 0.5, rng.random() < LEAVES, rng.choice((1, 1, 1, 2))
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0 if greedy else 0.8, "n": n, "stream": stream}
         body |= {} if precision is None else {"precision": precision}
+        form = rng.choice(FORMS) if rng.random() < FORMED else None
+        if form is not None:
+            body |= form[0] | {"max_tokens": 64, "presence_penalty": 0.1}
         log.asked += 1
         if rng.random() < VANISHES:
             await vanish(url, body, rng.random() * 0.2)
@@ -138,32 +160,39 @@ async def client(
             log.left += 1
             continue
         log.answers += 1
-        if greedy:
+        if form is not None:
+            ended = [text for text, reason in texts if reason == "stop"]
+            log.formed += len(ended)
+            log.malformed += [[form[0], text] for text in ended if re.fullmatch(form[1], text) is None]
+        elif greedy:
             log.greedy += 1
-            if texts != [want[prompt, tokens, precision]] * n:
+            if [text for text, _ in texts] != [want[prompt, tokens, precision]] * n:
                 log.different.append([prompt, tokens, precision, texts])
 
 
-async def whole(answer: aiohttp.ClientResponse) -> list[str]:
-    return [choice["text"] for choice in (await answer.json())["choices"]]
+async def whole(answer: aiohttp.ClientResponse) -> list[tuple[str, str]]:
+    """Return texts and why they ended."""
+    return [(choice["text"], choice["finish_reason"]) for choice in (await answer.json())["choices"]]
 
 
-async def streamed(answer: aiohttp.ClientResponse, n: int, leaves: bool) -> list[str] | None:
-    """Read a stream to its end; None: left in the middle."""
-    texts, done = [""] * n, False
+async def streamed(answer: aiohttp.ClientResponse, n: int, leaves: bool) -> list[tuple[str, str]] | None:
+    """Read a stream to its end, as `whole`; None: left in the middle."""
+    texts, reasons, done = [""] * n, [""] * n, False
     async for line in answer.content:
         if line.startswith(b"data: {"):
             found = json.loads(line[6:])
             if "error" in found:
                 raise ServerFaultError
-            texts[found["choices"][0]["index"]] += found["choices"][0]["text"]
+            choice = found["choices"][0]
+            texts[choice["index"]] += choice["text"]
+            reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
             if leaves:
                 answer.close()
                 return None
         done |= line.startswith(b"data: [DONE]")
     if not done:
         raise ValueError("the stream ended too early")
-    return texts
+    return list(zip(texts, reasons, strict=True))
 
 
 async def vanish(url: str, body: dict[str, Any], after: float) -> None:
@@ -329,6 +358,7 @@ def soak(model: Path, kv: str, clients: int, seconds: float, faults: bool, folde
     checks = {
         f"{len(log.unanswered)} requests were not answered": log.unanswered,
         f"{len(log.different)} answers are not those of LLM.generate": log.different,
+        f"{len(log.malformed)} answers do not have the form that was asked for": log.malformed,
         f"{log.pages_used_at_the_end} pages are in use at the end": log.pages_used_at_the_end,
         f"the server ended with code {process.returncode}": process.returncode,
         "the server's log has tracebacks": row["tracebacks_in_the_log"],

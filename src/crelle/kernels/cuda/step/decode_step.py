@@ -44,6 +44,8 @@ def supports(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
             return f"the step {reason}"
         if mlp.experts is not None and layer.parallel:
             return "the step has experts behind attention, not beside it"
+        if mlp.experts is not None and mlp.experts.shared and activations.by_torch(mlp.activation, mlp.gated):
+            return f"the step has no {mlp.activation} in an expert that all tokens take"
         with_mlp = mlp.experts is None or mlp.experts.shared
         if with_mlp and (reason := activations.supports(mlp.activation, mlp.gated)):
             return f"the step {reason}"
