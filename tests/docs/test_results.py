@@ -150,3 +150,15 @@ def test_beside_ik_llama() -> None:
         shown = line(RESULTS, name)
         assert f"| {pairs[0]} |" in shown
         assert pairs[1] in shown
+
+
+def test_beside_llama_without_amx() -> None:
+    for name in ("cpu-avx2-decode-{}bit", "cpu-vnni-again-{}bit", "cpu-avx2-shape-{}bit", "cpu-vnni-llama-{}bit"):
+        shown = line(RESULTS, name.format(4))
+        for i in (0, 1):
+            each = [rows(name.format(bits))[i] for bits in (4, 3, 2)]
+            pairs = [f"{r['decode_tokens_per_second']:,.0f} / {r['prefill_tokens_per_second']:,.0f}" for r in each]
+            assert ", ".join(pairs) in shown
+    one, sixteen = (rows("cpu-vnni-16-clients")[i::2] for i in (0, 1))
+    pairs = [f"{a['tokens_per_second']:.0f} / {b['tokens_per_second']:.0f}" for a, b in zip(one, sixteen, strict=True)]
+    assert ", ".join(pairs) in line(RESULTS, "cpu-vnni-16-clients")
