@@ -23,9 +23,7 @@ __device__ __forceinline__ uint32 ordered(float v) {
   const uint32 bits = __float_as_uint(v + 0.0f);  // makes -0 the same as 0
   return v != v ? ~0u : bits >> 31 ? ~bits : bits | 0x80000000u;
 }
-__device__ __forceinline__ float value_of(uint32 key) {
-  return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
-}
+__device__ __forceinline__ float value_of(uint32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
 // The `top` largest of `count` logits (f32, at most 32 E of them), and their softmax over all or, `normalize`, over
 // those alone: lane i gets the i-th of them. Of equal logits the first is taken. A logit that is NaN or +inf makes all

@@ -3,9 +3,9 @@
 //   GATED    inner[i] = act(gate_e x[token of i]) * (up_e x[token of i])         i: a slot in sorted order
 //   else     y[slot of i] = down_e inner[i] + bias_e
 //
-// sort_slots (routing.cu) makes the list of passes: an expert and up to NT of its slots. A thread block takes every G-th
-// pair of a pass and some rows of its matrices, so that an expert's weights are read once per NT of its slots, and the
-// host need not know how many there are: the grid is as large as the device, and ends where the list does.
+// sort_slots (routing.cu) makes the list of passes: an expert and up to NT of its slots. A thread block takes every
+// G-th pair of a pass and some rows of its matrices, so that an expert's weights are read once per NT of its slots, and
+// the host need not know how many there are: the grid is as large as the device, and ends where the list does.
 //
 // As in skinny_gemm.cu weights are dequantized in registers for the warp's mma and x is read as it lies; a row of x is
 // found through the order of the slots. A warp's load pipeline goes on from one piece of work to the next, and what a
@@ -24,8 +24,8 @@ struct Slots {
   __device__ __forceinline__ Slots(Address word) : first((int)word), count((int)(word >> 32)) {}
 };
 
-// passes u64 [.., PASS] and how many; order [slots]: the slot at each place; x [.., x_pitch], K inputs, a multiple of 8,
-// of token order / top (GATED) or place; y [.., stride] of N outputs: by place (GATED; zeros from N on) or by slot.
+// passes u64 [.., PASS] and how many; order [slots]: the slot at each place; x [.., x_pitch], K inputs, a multiple of
+// 8, of token order / top (GATED) or place; y [.., stride] of N outputs: by place (GATED; zeros from N on) or by slot.
 // Matrices [N, K] as in bmma_gemv.cu. Grid (G). Shared: pipelines, then 2 WARPS_K NT (32 WARPS_N + 4) floats.
 template <bool GATED, int P, ScaleKind KIND, int GROUPS, int NT, Activation ACT, int WARPS_N, int WARPS_K, int STAGES,
           int OCCUPANCY, typename S, typename X>
@@ -70,10 +70,9 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
     const int scales = GROUPS > 1 ? tile * blocks + b
                                   : tile * ((blocks + blocks_per_scale - 1) / blocks_per_scale) + b / blocks_per_scale;
     const int m = GATED ? j : 0;
-    queue.issue_load(slot * TILES + j,
-                     reinterpret_cast<const char *>(at[m][0]) + (size_t)(tile * blocks + b) * (planes * 512),
-                     W::PLANE_BYTES, reinterpret_cast<const char *>(at[m][1]) + (size_t)scales * W::SCALE_BYTES,
-                     W::SCALE_BYTES);
+    queue.issue_load(
+        slot * TILES + j, reinterpret_cast<const char *>(at[m][0]) + (size_t)(tile * blocks + b) * (planes * 512),
+        W::PLANE_BYTES, reinterpret_cast<const char *>(at[m][1]) + (size_t)scales * W::SCALE_BYTES, W::SCALE_BYTES);
     if (j == TILES - 1 && ++wanted.block == end) {
       wanted.block = begin, wanted.item += gridDim.x;
 #pragma unroll

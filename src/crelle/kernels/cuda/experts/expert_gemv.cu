@@ -4,14 +4,14 @@
 //   expert_down   y = residual + sum over a token's slots of w_e down_e inner[slot] (+ sigmoid(s) shared)
 //
 // No launch is needed to route: a warp finds the largest of a few hundred logits in less time than it waits for memory,
-// so each warp of both kernels does (`choose`) and asks for its weights at the addresses in the table. For `expert_down`
-// the experts of a token are one matrix, their inputs one after the other: an expert's weight w_e is part of the scale
-// of its inputs, so that the sum over experts is the sum over inputs, in one order.
+// so each warp of both kernels does (`choose`) and asks for its weights at the addresses in the table. For
+// `expert_down` the experts of a token are one matrix, their inputs one after the other: an expert's weight w_e is part
+// of the scale of its inputs, so that the sum over experts is the sum over inputs, in one order.
 //
 // Warps of a thread block split the blocks of 256 inputs; each has its own load pipeline. x becomes bit-serial in every
-// thread block, or (`expert_down` where it is long) in a launch before it. Both start early (PDL): `expert_up` waits for
-// the logits and only then lets the next kernel start, so `expert_down` may read them, and load weights, before it waits
-// for `inner`.
+// thread block, or (`expert_down` where it is long) in a launch before it. Both start early (PDL): `expert_up` waits
+// for the logits and only then lets the next kernel start, so `expert_down` may read them, and load weights, before it
+// waits for `inner`.
 #include "experts/choice.cuh"
 #include "planes/bitserial.cuh"
 #include "planes/bmma_block.cuh"
@@ -36,14 +36,14 @@ __device__ __forceinline__ size_t planes_before(int n, int b, int blocks, int pl
 }
 template <int GROUPS, int SCALE_BYTES>
 __device__ __forceinline__ size_t scales_before(int n, int b, int blocks, int blocks_per_scale) {
-  const int set = GROUPS > 1 ? n * blocks + b
-                             : n * ((blocks + blocks_per_scale - 1) / blocks_per_scale) + b / blocks_per_scale;
+  const int set =
+      GROUPS > 1 ? n * blocks + b : n * ((blocks + blocks_per_scale - 1) / blocks_per_scale) + b / blocks_per_scale;
   return (size_t)set * SCALE_BYTES;
 }
 
 // table: see choice.cuh; logits f32 [tokens, pitch]; x [tokens, K], norm and norm_bias [K] of OP (PLAIN, RMS_NORM,
-// LAYER_NORM); inner [tokens, top, inner_pitch], zeros from N on. Matrices [N, K] as in bmma_gemv.cu. Grid (G, tokens): a
-// thread block takes every G-th set of 16 outputs of its token's slots. Shared: pipelines, then x bit-serial.
+// LAYER_NORM); inner [tokens, top, inner_pitch], zeros from N on. Matrices [N, K] as in bmma_gemv.cu. Grid (G, tokens):
+// a thread block takes every G-th set of 16 outputs of its token's slots. Shared: pipelines, then x bit-serial.
 template <int P, ScaleKind KIND, int GROUPS, int E, Prologue OP, Activation ACT, int WARPS, int STAGES, int OCCUPANCY,
           typename S, typename X>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
@@ -86,10 +86,10 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     const Address planes_at = __shfl_sync(~0u, wanted.tile ? at[1][0] : at[0][0], slot);
     const Address scales_at = __shfl_sync(~0u, wanted.tile ? at[1][1] : at[0][1], slot);
     queue.issue_load(
-        stage,
-        reinterpret_cast<const char *>(planes_at) + planes_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, planes),
+        stage, reinterpret_cast<const char *>(planes_at) + planes_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, planes),
         B::PLANE_BYTES,
-        reinterpret_cast<const char *>(scales_at) + scales_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, blocks_per_scale),
+        reinterpret_cast<const char *>(scales_at) +
+            scales_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, blocks_per_scale),
         B::SCALE_BYTES);
     if (++wanted.tile == TILES) {
       wanted.tile = 0;

@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// chosen int [M, top] and weights f32 [M, top] of logits [M, pitch]: a warp for a token. Grid (ceil(M / 8)), 256 threads.
+// chosen int [M, top] and weights f32 [M, top] of logits [M, pitch]: a warp for a token. Grid (ceil(M / 8)), 256
+// threads.
 template <int E>
 __global__ void __launch_bounds__(256)
     route(const float *logits, int *chosen, float *weights, int M, int count, int pitch, int top, int normalize) {
@@ -53,12 +54,11 @@ __global__ void __launch_bounds__(256)
 }
 
 // Counting sort of slots by expert, stable: order [slots], the slot at each place; passes [.., 10] of up to NT slots of
-// one expert with its addresses (expert_gemm.cu), and how many there are. One thread block of 1024 threads: a warp counts
-// a range of slots by itself, 32 at a time. Shared: 32 count ints. At most 1024 experts.
+// one expert with its addresses (expert_gemm.cu), and how many there are. One thread block of 1024 threads: a warp
+// counts a range of slots by itself, 32 at a time. Shared: 32 count ints. At most 1024 experts.
 template <int NT>
-__global__ void __launch_bounds__(1024)
-    sort_slots(const int *chosen, const Address *table, int *order, Address *passes, int *pass_count, int slots,
-               int count) {
+__global__ void __launch_bounds__(1024) sort_slots(const int *chosen, const Address *table, int *order, Address *passes,
+                                                   int *pass_count, int slots, int count) {
   extern __shared__ __align__(128) char shared[];
   int *const seen = reinterpret_cast<int *>(shared);  // [warp, expert]: slots in ranges before the warp's
   __shared__ int2 before[1024];                       // slots and passes of the experts up to this one
@@ -115,12 +115,11 @@ __global__ void __launch_bounds__(1024)
   if (e == 1023) *pass_count = upto.y;
 }
 
-// y [M, N] = x + sum over a token's slots, in their order, of weight * made [M, top, N], + sigmoid(gate) * shared [M, N]
-// where there is one (gate: logit [M, pitch] at `count`). Grid (ceil(N / 256), M), 256 threads.
+// y [M, N] = x + sum over a token's slots, in their order, of weight * made [M, top, N], + sigmoid(gate) * shared [M,
+// N] where there is one (gate: logit [M, pitch] at `count`). Grid (ceil(N / 256), M), 256 threads.
 template <typename X>
-__global__ void __launch_bounds__(256)
-    combine(const X *made, const float *weights, const X *x, const X *shared_made, const float *logits, X *y, int N,
-            int top, int count, int pitch) {
+__global__ void __launch_bounds__(256) combine(const X *made, const float *weights, const X *x, const X *shared_made,
+                                               const float *logits, X *y, int N, int top, int count, int pitch) {
   const int n = blockIdx.x * 256 + threadIdx.x;
   const size_t row = blockIdx.y;
   launch_dependents();

@@ -52,7 +52,7 @@ struct Four<2> {
 template <int SHIFT, int V>
 struct Trellis {
   static constexpr int J = 1 << SHIFT, GROUPS = STATES >> SHIFT, STEPS = 128 / V, COLUMNS = 4 / V;
-  static constexpr bool FINE = SHIFT >= 3 * V;  // distances are doubled before they are squared
+  static constexpr bool FINE = SHIFT >= 3 * V;                // distances are doubled before they are squared
   static constexpr uint32 MOST_SUM = V == 2 ? 32767 : 32766;  // two squares saturate, one is of 32767 at most
   // Groups that are SAME apart have the same predecessors; a thread has EACH such groups, OUTER times.
   static constexpr int SAME = SHIFT < 8 ? STATES >> 2 * SHIFT : 1;
@@ -247,8 +247,7 @@ private:
   // The group with the least cost after the last step, of several the first.
   __device__ __forceinline__ int best_group() const {
     uint32 found = ~0u;
-    for (int g = threadIdx.x; g < GROUPS; g += THREADS)
-      found = least(found, (uint32)m.costs[STEPS % 2][g] << 16 | g);
+    for (int g = threadIdx.x; g < GROUPS; g += THREADS) found = least(found, (uint32)m.costs[STEPS % 2][g] << 16 | g);
     found = warp_least(found);
     if (threadIdx.x % 32 == 0) m.warps[(STEPS + 1) % 2][threadIdx.x / 32] = found;
     __syncthreads();
