@@ -92,7 +92,7 @@ def check(shape: str, scheme: str) -> float:
 
 
 def step_bytes(model: Model, chosen: list[int]) -> int:
-    """Return the bytes of a step in which so many experts of each layer were chosen."""
+    """Return the bytes of a step in which these numbers of experts were chosen, by layer."""
 
     def size(linears: list[QuantLinear]) -> int:
         each = [linear.prepared.data for linear in linears]
@@ -196,7 +196,8 @@ def main() -> None:
             del llm
             gc.collect()
             torch.cuda.empty_cache()
-    command = " ".join(["python", "bench/gpu/experts_cuda.py", *sys.argv[1:]])
+    options = [argument for argument in sys.argv[1:] if argument != str(given.out)]
+    command = " ".join(["python", "bench/gpu/experts_cuda.py", given.out.name, *options])
     write_result(given.out, {"command": command, "gpu": gpu(), "read_ceiling_gb_per_s": ceiling, "rows": rows})
     print(f"{'shape':14} {'scheme':21} layers batch  ms/token  tokens/s  GB/step  experts  share  prompt ms")
     for r in rows:

@@ -1,6 +1,6 @@
 """Compile the CUDA kernels that an engine will launch before it runs: all cores at once, kept in the cache.
 
-Tile configs of products that nobody has measured are measured first (kernels/cuda/runtime/autotune.py).
+Tile configs of products without a measurement are measured first (kernels/cuda/runtime/autotune.py).
 """
 
 import hashlib

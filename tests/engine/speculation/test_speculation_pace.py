@@ -193,7 +193,7 @@ class StartedReplay:
         self.drafts = list[int]()
 
     def run(self, tokens: int, odd: float = 1.0) -> float:
-        """Return the seconds of so many tokens; odd: how much longer each 50th step takes."""
+        """Return the seconds of this number of tokens; odd: how much longer each 50th step takes."""
         s, seconds, end = self.sequence, 0.0, len(self.sequence.ids) + tokens
         while len(s.ids) < end:
             looks = self.speculator.looks([s])

@@ -105,7 +105,7 @@ class DraftModel:
         return found
 
     def _continue(self, chunks: list[Chunk], counts: list[int]) -> list[list[int]]:
-        """Return so many likeliest tokens after each chunk, below 0 where logits are not finite."""
+        """Return that many likeliest tokens after each chunk, below 0 where logits are not finite."""
         executor = self.executor
         if isinstance(executor, CudaExecutor):
             return executor.continue_greedily(chunks, counts)

@@ -62,7 +62,7 @@ class Speculator:
         return str(self.settings) if self.draft is None else f"{self.settings} ({self.draft.draft.name})"
 
     def guesses(self, sequences: int) -> bool:
-        """Whether a step of so many sequences may have drafts."""
+        """Whether a step of this number of sequences may have drafts."""
         return self.settings.method != "off" and 0 < sequences < ROWS
 
     def prepare(self, precision: int | None, executor: object) -> None:

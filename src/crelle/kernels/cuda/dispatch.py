@@ -44,7 +44,7 @@ _DENSE: tuple[tuple[int, Route], ...] = ((GEMV_ROWS, "gemv"), (_END, "torch"))
 
 
 def route(rows: int, capability: tuple[int, int] | None = None) -> Route:
-    """Return what multiplies so many rows by a bit-plane weight on a device (the current one unless given)."""
+    """Return what multiplies this number of rows by a bit-plane weight on a device (the current one unless given)."""
     if rows <= GEMV_ROWS:
         return "gemv"  # everywhere: the device, which takes microseconds to ask, does not matter
     table = _HOPPER if (capability or torch.cuda.get_device_capability()) >= (9, 0) else _AMPERE
@@ -57,17 +57,17 @@ def gemm_route(rows: int, capability: tuple[int, int] | None = None) -> Route:
 
 
 def dense_route(rows: int) -> Route:
-    """Return what multiplies so many rows by a dense weight."""
+    """Return what multiplies this number of rows by a dense weight."""
     return _first(_DENSE, rows)
 
 
 def mixed_route(rows: int) -> Route:
-    """Return what multiplies so many rows by a mixed 2/4-bit weight."""
+    """Return what multiplies this number of rows by a mixed 2/4-bit weight."""
     return _first(_MIXED, rows)
 
 
 def fp4_route(rows: int) -> Route:
-    """Return what multiplies so many rows by a weight of four-bit floats."""
+    """Return what multiplies this number of rows by a weight of four-bit floats."""
     return _first(_FP4, rows)
 
 

@@ -180,7 +180,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def prepare_verification(self, most: int) -> dict[int, float]:
-        """Capture the graphs that verify up to so many rows; return the seconds of each, and under 0 those of one row.
+        """Capture the graphs that verify up to `most` rows; return the seconds of each, and under 0 those of one row.
 
         They run over padding: products take as long as ever, and attention no time.
         """

@@ -47,7 +47,7 @@ class FusedExperts:
             self.shared = *pair, activations.activation_op(spec.activation, spec.gated)
 
     def takes_few(self, rows: int) -> bool:
-        """Whether so many tokens are multiplied each by itself."""
+        """Whether this number of tokens is multiplied each by itself."""
         return rows * self.experts.top <= max(self.experts.count, GEMV_ROWS * self.experts.top)
 
     def __call__(self, x: Tensor, norm: Norm | None, residual: Tensor | None, batch_invariant: bool = False) -> Tensor:

@@ -149,7 +149,7 @@ def down(
 def gemv_config(
     w: CudaWeight, units: int, tiles: int, encoded: int | None = None, hopper: bool | None = None
 ) -> ExpertGemvConfig:
-    """Return the tile config for products of so many blocks of 256 inputs and tiles of rows at a time.
+    """Return the tile config for products of this number of blocks of 256 inputs and tiles of rows at a time.
 
     `encoded`: blocks of x that a thread block has bit-serial.
     """
@@ -301,7 +301,7 @@ def _grouped(x: Tensor, y: Tensor, slots: Slots, e: ExpertWeights, gated: bool) 
 
 
 def gemm_config(w: CudaWeight, tokens: int, hopper: bool | None = None) -> ExpertGemmConfig:
-    """Return the tile config for passes of so many slots; K is split the same for all, for a slot's bits."""
+    """Return the tile config for passes of this number of slots; K is split the same for all, for a slot's bits."""
     warps_k = next(n for n in (8, 4, 2, 1) if w.blocks / (-(-w.blocks // n) * n) >= 0.85)
     room, most = _room(hopper), 1 if tokens > 16 or w.P > 4 else 2
     for occupancy in range(most, 0, -1):

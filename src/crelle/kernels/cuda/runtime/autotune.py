@@ -1,4 +1,4 @@
-"""Measures GEMV tile configs in a model's own decode step, for problems that nobody has measured before.
+"""Measures GEMV tile configs in a model's own decode step, for problems without a measurement.
 
     tune(executor, rows=[1])          # before the first answer; afterwards `bmma_gemv.choose` knows the problems
 
