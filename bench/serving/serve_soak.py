@@ -61,7 +61,8 @@ PAGES = 400  # of the cache: few, so that all of them have been touched after th
 LEAVES, VANISHES = 0.1, 0.05  # of the clients: in the middle of a stream; without reading anything
 FAULTS = 0.01  # of the steps, with --faults
 FORMED = 0.2  # of the requests: answers that must match
-CHOICES, REGEX = ["yes", "no", "perhaps"], r"[a-c]{3}-\d{2}"
+CHOICES = ["yes", "no", "perhaps"]
+REGEX = r"[a-c]{3}-[0-9]{2}"  # \d is any of Unicode's digits, of which libraries know different ones
 SCHEMA = {
     "type": "object",
     "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}, "ok": {"type": "boolean"}},

@@ -62,6 +62,7 @@ LEFT_OUT = {
     "cpu-rows-xeon-vnni.json",
     "cpu-serve-soak.json",
     "cpu-soak-dies.json",
+    "cpu-soak-forms.json",
     "cpu-server-requests.json",
     "cpu-soak.json",
     "cpu-startup.json",
