@@ -20,7 +20,7 @@ from crelle.kernels.cuda.planes.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.step.activations import Prologue, width
 
 TOKENS = (1, 2, 4, 8)  # of a launch
-_RESERVED = 1024  # bytes of shared memory that a thread block takes besides
+_RESERVED = 1024  # bytes of shared memory of a thread block outside its pipelines
 
 
 @dataclass(frozen=True, slots=True)

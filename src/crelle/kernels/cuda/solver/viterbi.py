@@ -20,7 +20,7 @@ _FILE = "solver/viterbi.cu"
 _INPUTS = 128  # whose errors reach later ones by one product
 _THREADS, _UNITS = 1024, 16  # as in viterbi.cuh
 _TABLE = 4 * STATES * 2  # bytes
-_SMALL = 3072  # bytes of shared memory besides the table and the costs
+_SMALL = 3072  # bytes of shared memory outside the table and the costs
 _ROOMS = 227 << 10, 163 << 10, 99 << 10  # bytes of shared memory that a thread block can have: sm_90, sm_80, sm_89
 _KINDS = sorted({(code.shift(b), code.weights) for code in CODES.values() for b in BITS if not code.weights * b % 1})
 
