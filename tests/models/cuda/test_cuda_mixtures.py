@@ -13,13 +13,17 @@ from crelle.kernels.cuda.step import fused_linear
 
 gpu = pytest.mark.gpu
 SCHEMES = ["rtn:bits=4,group=64", "bcq:bits=2,group=128", "bcq:bits=3,group=32"]
-TOLERANCE = {torch.float16: 3e-2, torch.bfloat16: 0.12}  # three bits less, in every product and in the reference's
+# Of half the rows, and of 85%: two experts that are nearly as likely may change places by a rounding. Measured: 0.002
+# and 0.013 in fp16; bf16 has three bits less in every product, and in the reference's: 0.02 and 0.094.
+TOLERANCE = {torch.float16: (4e-3, 3e-2), torch.bfloat16: (3e-2, 0.12)}
 
 
-def agree(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype = torch.float16) -> bool:
-    """Whether nearly all rows do: two experts that are nearly as likely may change places by a rounding."""
-    errors = torch.tensor([error(a, b) for a, b in zip(found, wanted, strict=True)])
-    return bool(errors.quantile(0.85) < TOLERANCE[dtype]) and bool((errors < 1).all())
+def check_rows(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype = torch.float16) -> None:
+    errors = torch.tensor([error(a, b) for a, b in zip(found, wanted, strict=True)]).sort().values
+    half, most = TOLERANCE[dtype]
+    assert errors.median() < half, errors.tolist()
+    assert errors.quantile(0.85) < most, errors.tolist()
+    assert errors.max() < 1, errors.tolist()
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -45,13 +49,13 @@ def test_prompts_and_steps_give_the_models_logits(
     with torch.inference_mode():
         wanted = {b: model(torch.tensor([i], device="cuda"), model.new_cache(1))[0] for b, i in ids.items()}  # [T, V]
     first = sequences.run({b: i[: 20 + b % 3] for b, i in ids.items()})
-    assert agree(list(first), [wanted[b][19 + b % 3] for b in ids], dtype)
+    check_rows(list(first), [wanted[b][19 + b % 3] for b in ids], dtype)
     found, expected = list[Tensor](), list[Tensor]()
     for rows in (range(1), range(3), range(2, 10), range(16), range(40)):
         for _ in range(2):
             found += sequences.run({b: [ids[b][sequences.lengths[b]]] for b in rows})
             expected += [wanted[b][sequences.lengths[b] - 1] for b in rows]
-    assert agree(found, expected, dtype)
+    check_rows(found, expected, dtype)
     assert sequences.untouched()
 
 

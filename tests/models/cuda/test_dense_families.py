@@ -208,7 +208,7 @@ def test_prompts_and_steps_give_the_logits_of_torch(
     monkeypatch.setattr(fused_linear, "SMALL", 0)  # multiplied by what is stored, as large matrices are
     model = make_dense(name, scheme, "cuda")
     assert supports_model(model, KVFormat.parse(kv)) is None
-    rounded = 0.4 if kv == "kv4" else 0  # many steps over codes of 4 bits, as in test_cuda_executor.py
+    rounded = 0.3 if kv == "kv4" else 0  # many steps over codes of 4 bits: 0.24 measured
     check(model, kv, max(tolerance(name, kv), rounded, 0 if scheme == "fp16" else 6e-2))
 
 
