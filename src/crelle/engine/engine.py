@@ -229,7 +229,7 @@ class Engine:
     def _sampler(self, sampling: Sampling, prompt_tokens: int, end_ids: frozenset[int]) -> Sampler:
         """Return a sampler, whose generator of random numbers lies on the device."""
         try:
-            return Sampler(sampling, self.llm.model.device, prompt_tokens, end_ids)
+            return Sampler(sampling, prompt_tokens, end_ids)
         except BaseException as e:
             if self._faults.is_fatal(e) and self.on_work is not None:
                 self.on_work()  # no step may be due, but the engine must stop
@@ -466,7 +466,7 @@ class Engine:
             try:
                 for i, token in enumerate(tokens, 1):
                     state = self._active[s][1]
-                    token = state.sample(_not_looked_at, s.ids, token)
+                    token = state.take(token, _not_looked_at, len(s.ids))
                     self._push(s, SampledToken(token, state.pending), last=i == len(tokens))
             except BaseException as e:
                 self._doom(s, "error", e)
@@ -492,7 +492,7 @@ class Engine:
                 if token < 0:
                     raise lost or not_finite(len(s.ids))
                 state = self._active[s][1]
-                self._push(s, SampledToken(state.sample(_not_looked_at, s.ids, token), state.pending))
+                self._push(s, SampledToken(state.take(token, _not_looked_at, len(s.ids)), state.pending))
             except BaseException as e:
                 self._doom(s, "error", e)
         self._reap()

@@ -131,7 +131,7 @@ def test_a_context_that_is_lost_while_sampling_stops_the_engine(llm: LLM, monkey
     def lost(*_: Any) -> int:
         raise TORCH
 
-    monkeypatch.setattr("crelle.engine.requests.output.OutputState.sample", lost)
+    monkeypatch.setattr("crelle.engine.requests.output.OutputState.take", lost)
     assert one_token(engine) == "error"
     assert_stopped(engine, TORCH, "the CUDA context is lost (an illegal memory access was encountered)")
 
@@ -139,7 +139,7 @@ def test_a_context_that_is_lost_while_sampling_stops_the_engine(llm: LLM, monkey
 def test_a_context_that_is_lost_before_a_request_is_queued_stops_the_engine(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No step would be due: the sampler's generator lies on the device, and no request would ever be let in."""
+    """No step would be due, and no request would ever be let in."""
     service = AsyncEngine(played_engine(llm))
 
     def lost(*_: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import write_tiny_model
 from reference_single import GREEDY, WARM, alone, assert_empty, tokens
+from sampled_token import sample
 from test_ahead import Late
 
 from crelle import LLM, Sampling
@@ -21,7 +22,6 @@ from crelle.eval.perplexity import perplexity
 from crelle.formats.dense import DenseTensor
 from crelle.kernels.threads import set_threads
 
-CPU = torch.device("cpu")
 SAYS = "the model's logits are not finite"
 BROKEN = {
     "one nan": lambda row: row.__setitem__(17, torch.nan),
@@ -64,20 +64,20 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_sampler_refuses_logits_that_are_not_finite(how: str, sampling: str) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    sampler = Sampler(SAMPLINGS[sampling], CPU)
-    assert 0 <= sampler.sample(logits, [1, 2]) < 50
+    sampler = Sampler(SAMPLINGS[sampling])
+    assert 0 <= sample(sampler, logits, [1, 2]) < 50
     BROKEN[how](logits)
-    with pytest.raises(NumericsError, match=rf"{SAYS} \(the largest is -?(nan|inf)\) at token 2: .* kernel"):
-        sampler.sample(logits, [1, 2])
+    with pytest.raises(NumericsError, match=rf"{SAYS} \(NaN or infinite\) at token 2: .* kernel"):
+        sample(sampler, logits, [1, 2])
 
 
 def test_finite_logits_are_sampled_from_however_large_and_cold() -> None:
     logits = torch.tensor([1e38, -3e38, -1e38, 0.0])
-    assert Sampler(Sampling(temperature=1e-5, seed=0), CPU).sample(logits, []) == 0
-    assert Sampler(Sampling(repetition_penalty=1e-30), CPU).sample(logits, [0, 1]) == 0
+    assert sample(Sampler(Sampling(temperature=1e-5, seed=0)), logits, []) == 0
+    assert sample(Sampler(Sampling(repetition_penalty=1e-30)), logits, [0, 1]) == 0
     masked = torch.tensor([-torch.inf, 1.0, -torch.inf])
     for sampling in SAMPLINGS.values():
-        assert Sampler(sampling, CPU).sample(masked, [0]) == 1
+        assert sample(Sampler(sampling), masked, [0]) == 1
 
 
 def test_logprobs_are_finite_where_a_token_is_impossible() -> None:

@@ -165,12 +165,15 @@ def test_a_mask_that_fails_ends_its_own_sequence(llm: LLM, monkeypatch: pytest.M
     good = engine.add("Hello", Sampling(max_tokens=9), grammar=GrammarSpec("regex", "[0-9]{20}"))
     state = engine._active[bad.request.sequences[0]][1].grammar
     assert state is not None
+    accept = state.accept
 
-    def fail() -> None:
-        raise CapacityError("too much work")
+    def breaks(token: int) -> None:
+        accept(token)
+        assert not state.matcher.consume_token(llm.encode("7")[-1])  # a matcher in error, as beyond its limits
 
-    monkeypatch.setattr(state, "compute", fail)
+    monkeypatch.setattr(state, "accept", breaks)
     engine.run()
-    assert str(bad.outputs[0].error) == "too much work"
+    assert isinstance(bad.outputs[0].error, CapacityError)
+    assert "the regular expression takes too much work" in str(bad.outputs[0].error)
     assert len(bad.outputs[0].completion.tokens) == 1
     assert good.outputs[0].completion.finish_reason == "length"

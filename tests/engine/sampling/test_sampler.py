@@ -8,6 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sampled_cases import share_of
+from sampled_token import sample
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -17,11 +18,11 @@ from transformers import (
 )
 
 from crelle.engine.sampling.logits_processors import LogitsProcessor, apply_updates
-from crelle.engine.sampling.sampler import Sampler, Sampling, _truncate
+from crelle.engine.sampling.random_tokens import random_tokens, truncate
+from crelle.engine.sampling.sampler import Sampler, Sampling
 from crelle.errors import SchemeError
 
 END = frozenset({7, 60})
-CPU = torch.device("cpu")
 quick = settings(deadline=None, max_examples=share_of(60))
 logit_lists = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=30)
 
@@ -31,12 +32,21 @@ def random_logits(n: int, seed: int = 0) -> torch.Tensor:
 
 
 def draws(n: int, logits: torch.Tensor, **options: Any) -> list[int]:
-    sampler = Sampler(Sampling(**options), CPU)
-    return [sampler.sample(logits, [0]) for _ in range(n)]
+    sampler = Sampler(Sampling(**options))
+    return [sample(sampler, logits, [0]) for _ in range(n)]
+
+
+def truncated(logits: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return what is left of logits [V], between rows of other settings."""
+    others = Sampling(top_k=2), Sampling(), Sampling(top_p=0.3, min_p=0.9)
+    rows = (logits - logits.max()).repeat(4, 1)
+    truncate(rows, [others[0], Sampling(**options), *others[1:]])
+    assert torch.equal(rows[2], logits - logits.max()), "another row is left alone"
+    return rows[1]
 
 
 def kept(logits: torch.Tensor, **options: Any) -> set[int]:
-    return set(torch.isfinite(_truncate(logits, Sampling(**options))).nonzero().flatten().tolist())
+    return set(torch.isfinite(truncated(logits, **options)).nonzero().flatten().tolist())
 
 
 def probabilities(logits: list[float]) -> list[float]:
@@ -129,7 +139,7 @@ def test_probabilities_equal_those_of_transformers(seed: int, temperature: float
         theirs = TopPLogitsWarper(p)(None, theirs)
     if m:
         theirs = MinPLogitsWarper(m)(None, theirs)
-    ours = _truncate(logits / temperature, Sampling(top_k=k, top_p=p, min_p=m))
+    ours = truncated(logits / temperature, top_k=k, top_p=p, min_p=m)
     assert torch.allclose(ours.softmax(-1), theirs[0].softmax(-1), rtol=1e-5, atol=1e-7)
 
 
@@ -193,8 +203,8 @@ def test_repetition_penalty_equals_that_of_transformers(seen: list[int], penalty
 
 def test_repetition_penalty_counts_before_the_greedy_choice_and_spares_the_logits() -> None:
     logits = torch.tensor([1.0, 5.0, 4.0])
-    sampler = Sampler(Sampling(repetition_penalty=2.0), CPU)
-    assert [sampler.sample(logits, seen) for seen in ([0], [1], [1, 2])] == [1, 2, 1]
+    sampler = Sampler(Sampling(repetition_penalty=2.0))
+    assert [sample(sampler, logits, seen) for seen in ([0], [1], [1, 2])] == [1, 2, 1]
     assert logits.tolist() == [1.0, 5.0, 4.0]
 
 
@@ -253,5 +263,30 @@ def test_stop_that_is_no_tuple_of_strings_is_refused(stop: Any) -> None:
 @pytest.mark.parametrize("top_p", [5e-324, 1e-300, 1e-46, 1e-30])
 def test_a_tiny_top_p_keeps_the_most_likely_token(top_p: float) -> None:
     logits = torch.tensor([0.0, 3.0, 1.0, 2.9])
-    sampler = Sampler(Sampling(temperature=1.0, top_p=top_p, seed=1), torch.device("cpu"))
-    assert [sampler.sample(logits, []) for _ in range(20)] == [1] * 20
+    sampler = Sampler(Sampling(temperature=1.0, top_p=top_p, seed=1))
+    assert [sample(sampler, logits, []) for _ in range(20)] == [1] * 20
+
+
+def test_a_row_has_the_tokens_that_it_has_alone() -> None:
+    settings = [
+        Sampling(
+            temperature=0.2 + 0.1 * i, top_k=5 * (i % 3), top_p=(1.0, 0.8)[i % 2], min_p=0.05 * (i % 5 == 4), seed=i
+        )
+        for i in range(12)
+    ]
+    logits = torch.stack([random_logits(1001, i) for i in range(12)])
+    alone, together, some = ([Sampler(s) for s in settings] for _ in range(3))
+    for _ in range(20):
+        found = random_tokens(logits, together)
+        each = torch.cat([random_tokens(logits[i : i + 1], alone[i : i + 1]) for i in range(12)])
+        assert torch.equal(found, each)
+        assert torch.equal(found[5:], random_tokens(logits[5:], some[5:]))
+
+
+def test_rows_that_are_not_finite_have_no_token_and_do_not_disturb_others() -> None:
+    logits = torch.stack([random_logits(50, i) for i in range(5)])
+    broken = logits.clone()
+    broken[1], broken[2, 7], broken[4, 3] = -torch.inf, torch.nan, torch.inf
+    settings = [Sampling(temperature=0.9, top_p=0.9, seed=i) for i in range(5)]
+    found, fine = (random_tokens(x, [Sampler(s) for s in settings]) for x in (broken, logits))
+    assert found.tolist() == [int(fine[0]), -1, -1, int(fine[3]), -1]

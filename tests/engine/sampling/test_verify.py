@@ -6,24 +6,25 @@ from typing import Any
 import torch
 
 from crelle import Sampling
-from crelle.engine.sampling.sampler import Sampler
+from crelle.engine.sampling.sampler import Sampler, not_finite
 from crelle.engine.sampling.verify import Verified, sample_drafts
 from crelle.errors import NumericsError
 
 V, TRIALS = 6, 3000
-CPU = torch.device("cpu")
 
 
 class State:
     """As much of an OutputState as sampling needs."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self.sampler, self.grammar, self.pending = Sampler(sampling, CPU), None, None
+        self.sampler, self.grammar, self.pending = Sampler(sampling), None, None
         self.processed = self.sampler.processor is not None
         self.fast = False  # position by position
 
-    def sample(self, logits: Any, so_far: list[int], likeliest: int | None, processed: Any) -> int:
-        return self.sampler.sample(logits(), so_far)
+    def take(self, token: int, logits: Any, position: int) -> int:
+        if token < 0:
+            raise not_finite(position)
+        return token
 
 
 def row(sampling: Sampling, draft: tuple[int, ...]) -> Verified:

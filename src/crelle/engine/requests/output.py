@@ -114,27 +114,13 @@ class OutputState:
         """Whether the token of the largest logit is all that is needed of a step."""
         return self.top is None and self.sampler.greedy and self.grammar is None
 
-    def sample(
-        self,
-        logits: Callable[[], Tensor],
-        so_far: list[int],
-        likeliest: int | None = None,
-        processed: tuple[Tensor, int | None] | None = None,
-    ) -> int:
-        """Return the next token for logits [V], which are asked for where they are needed.
+    def take(self, token: int, logits: Callable[[], Tensor], position: int) -> int:
+        """Return the next token once the grammar and the log-probability are those after it; below 0: there is none.
 
-        likeliest: the token of the largest logit, where it is known; negative: the logits are not finite.
-        processed: the logits that the token is chosen by, and the token of the largest one, where that is known.
+        logits: the model's, [V], asked for where they are needed.
         """
-        if likeliest is not None and likeliest < 0:
-            raise not_finite(len(so_far))
-        if processed is None:
-            known = likeliest if self.sampler.greedy and self.grammar is None else None
-            token = self.sampler.sample(logits(), so_far) if known is None else known
-        elif processed[1] is None:
-            token = self.sampler.choose(processed[0], len(so_far))
-        elif (token := processed[1]) < 0:
-            raise nothing_allowed(len(so_far))
+        if token < 0:
+            raise not_finite(position)
         if self.grammar is not None:
             self.grammar.accept(token)
         self.pending = None if self.top is None else logprob(logits(), token, self.top)

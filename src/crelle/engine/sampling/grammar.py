@@ -4,13 +4,13 @@
     compiled  once for all sequences that ask for the same: GrammarCompiler.compile, in any thread
     state     of one sequence: accept(token) goes on, mask() has a bit for each token that may come next
 
-A mask is computed when the token before it is known, in a thread of its own and without the interpreter lock, while the
-model runs the next step (`compute_masks`). What a grammar may cost is limited: its size, the time to build it and the
-work for each token; beyond that the request is refused, or ends with an error.
+The masks of a batch are computed when the tokens before them are known, in threads of llguidance's and without the
+interpreter lock, while the model runs the next step (`compute_masks`). What a grammar may cost is limited: its size,
+the time to build it and the work for each token; beyond that the request is refused, or ends with an error.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from json import dumps
@@ -21,9 +21,10 @@ import numpy as np
 
 from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
+from crelle.kernels.threads import available_cores
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MAX_TEXT = 64 << 10  # characters of a schema, expression or grammar
 _KEPT = 64  # compiled grammars
@@ -123,53 +124,67 @@ class GrammarState:
     """Where an answer stands in its grammar."""
 
     def __init__(self, spec: GrammarSpec, matcher: "LLMatcher", mask: np.ndarray) -> None:
-        self._spec, self._matcher = spec, matcher
-        self._bits = mask.size * 32
-        self._next: np.ndarray | Future[np.ndarray] = mask
+        self.matcher, self.words = matcher, mask.size
+        self._spec = spec
+        self._mask: np.ndarray | None = mask
+        self._found: tuple[Future[np.ndarray], int] | None = None  # the masks of a batch, and which of them
         self.finished = False  # nothing can follow but the end
-        self.waited = 0  # masks that were not there when they were needed
+        self.waited = 0  # masks that were not there when the logits were
 
     def accept(self, token: int) -> None:
         """Advance by a token that was sampled."""
-        if self.finished or not self._matcher.consume_token(token):
-            _require(self._matcher, self._spec)
+        if self.finished or not self.matcher.consume_token(token):
+            _require(self.matcher, self._spec)
             raise AssertionError(f"token {token} was not allowed")
-        self.finished = self._matcher.is_stopped()
+        self.finished = self.matcher.is_stopped()
 
-    def mask(self) -> np.ndarray:
-        """Return a bit for each token that may come next, int32 [V / 32]."""
-        if isinstance(self._next, Future):
-            self.waited += not self._next.done()
-            self._next = self._next.result()
-        return self._next
+    def mask(self, reached: Callable[[], bool] = lambda: True) -> np.ndarray:
+        """Return a bit for each token that may come next, int32 [V / 32]; reached: whether the logits are there."""
+        if self._mask is None:
+            assert self._found is not None, "compute_masks comes first"
+            future, row = self._found
+            late = not future.done()
+            self._mask = future.result()[row]
+            self.waited += late and reached()
+            _require(self.matcher, self._spec)
+        return self._mask
 
-    def begin(self, found: "Future[np.ndarray]") -> None:
-        """Take what computes the next mask."""
-        self._next = found
-
-    def compute(self) -> np.ndarray:
-        return _compute(self._matcher, self._bits, self._spec)
+    def expect(self, found: "Future[np.ndarray]", row: int) -> None:
+        """Take where the next mask will be."""
+        self._mask, self._found = None, (found, row)
 
 
-_pool = ThreadPoolExecutor(1, "crelle-masks")
+class _Masks:
+    """A thread that hands batches to llguidance's own threads."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "crelle-masks")
+        self._executor: LLExecutor | None = None
+
+    def start(self, matchers: "list[tuple[LLMatcher, int]]", words: int) -> "Future[np.ndarray]":
+        """Start to compute a mask for each; return them all, int32 [matchers, words]."""
+        return self._pool.submit(self._run, matchers, words)
+
+    def _run(self, matchers: "list[tuple[LLMatcher, int]]", words: int) -> np.ndarray:
+        from llguidance import LLExecutor
+
+        if self._executor is None:
+            self._executor = LLExecutor(max(1, available_cores() - 1))
+        masks = np.zeros((len(matchers), words), dtype=np.int32)
+        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * words, len(matchers))
+        return masks
+
+
+_masks = _Masks()
 
 
 def compute_masks(states: Sequence[GrammarState]) -> None:
-    """Start to compute the next mask of each, in a thread while the model's step runs; one job for all."""
-    if not states:
-        return
-    futures: list[Future[np.ndarray]] = [Future() for _ in states]
-    for state, future in zip(states, futures, strict=True):
-        state.begin(future)
-
-    def run() -> None:
-        for state, future in zip(states, futures, strict=True):
-            try:
-                future.set_result(state.compute())
-            except BaseException as e:
-                future.set_exception(e)
-
-    _pool.submit(run)
+    """Start to compute the next mask of each, beside the model's step."""
+    for words in {state.words for state in states}:
+        some = [state for state in states if state.words == words]
+        found = _masks.start([(state.matcher, row) for row, state in enumerate(some)], words)
+        for row, state in enumerate(some):
+            state.expect(found, row)
 
 
 def _compute(matcher: "LLMatcher", vocabulary: int, spec: GrammarSpec) -> np.ndarray:

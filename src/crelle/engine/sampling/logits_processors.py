@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crelle.engine.sampling.upload import upload
+
 if TYPE_CHECKING:
     from crelle.engine.sampling.sampler import Sampling
 
@@ -93,10 +95,10 @@ def apply_updates(logits: Tensor, updates: Sequence[tuple[int, Update]]) -> None
     flat = np.concatenate([row * V + u.tokens for row, u in updates])
     if not len(flat):
         return
-    index = torch.from_numpy(flat).to(logits.device)
-    divisors, addends = torch.from_numpy(
-        np.stack([np.concatenate([u[part] for _, u in updates]) for part in (1, 2)])
-    ).to(logits.device)
+    index = upload(flat, logits.device)
+    divisors, addends = upload(
+        np.stack([np.concatenate([u[part] for _, u in updates]) for part in (1, 2)]), logits.device
+    )
     old = logits.view(-1)[index]
     limit = torch.finfo(logits.dtype).max  # an absurd penalty makes a logit as large as it gets, not infinite
     new = torch.where(old > 0, old / divisors, old * divisors).clamp(-limit, limit)

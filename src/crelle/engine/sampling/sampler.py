@@ -1,19 +1,20 @@
-"""From logits to the next token.
+"""What one sequence samples by: its settings, its processor of logits, its random numbers.
 
 Logits whose largest is NaN, infinite or minus infinity have no likeliest token, and no probabilities: whoever asks for
 one gets a NumericsError. (The largest of values among which is a NaN is that NaN, in torch as in numpy.)
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from random import Random
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from crelle.engine.sampling.logits_processors import LogitsProcessor, apply_updates
+from crelle.engine.sampling.logits_processors import LogitsProcessor
 from crelle.errors import NumericsError, SchemeError
 from crelle.formats.storage.io import shown
 
@@ -78,12 +79,11 @@ def sampling_of(given: Sampling | None, options: Mapping[str, Any]) -> Sampling:
 
 
 class Sampler:
-    """Samples tokens for one sequence."""
+    """How the tokens of one sequence are sampled, and its random numbers."""
 
     def __init__(
         self,
         sampling: Sampling,
-        device: torch.device,
         prompt_tokens: int = 0,
         end_ids: frozenset[int] = frozenset(),
     ) -> None:
@@ -91,11 +91,7 @@ class Sampler:
         self.s = sampling
         needed = LogitsProcessor.needed(sampling)
         self.processor = LogitsProcessor(sampling, prompt_tokens, end_ids) if needed else None
-        self._random = torch.Generator(device)
-        if sampling.seed is None:
-            self._random.seed()
-        else:
-            self._random.manual_seed(sampling.seed)
+        self.random = Random(sampling.seed)
 
     @property
     def cold(self) -> bool:
@@ -106,28 +102,6 @@ class Sampler:
     def greedy(self) -> bool:
         """Whether the token sampled is always the one with the largest logit of the model."""
         return self.cold and self.processor is None
-
-    def sample(self, logits: Tensor, so_far: Sequence[int]) -> int:
-        """Return the next token for logits [V], given all tokens so far."""
-        if self.processor is not None:
-            require_finite(float(logits.max()), len(so_far))
-            logits = logits.clone()
-            apply_updates(logits[None], [(0, self.processor.update(so_far))])
-        return self.choose(logits, len(so_far))
-
-    def choose(self, logits: Tensor, position: int) -> int:
-        """Return the token at a position for logits [V] that were processed."""
-        if self.cold:
-            best = int(logits.argmax())
-            require_finite(float(logits[best]), position)
-            return best
-        scaled = logits / self.s.temperature
-        if not math.isfinite(float(scaled.max())):  # on a GPU multinomial would take the whole process down
-            most = logits.max()
-            require_finite(float(most), position)
-            scaled = (logits - most) / self.s.temperature  # they were finite, but so large that a division was not
-        kept = _truncate(scaled, self.s)
-        return int(torch.multinomial(kept.softmax(-1), 1, generator=self._random))
 
 
 def require_finite(largest: float, position: int) -> None:
@@ -145,32 +119,14 @@ def not_finite(position: int, detail: str = "NaN or infinite") -> NumericsError:
     )
 
 
-def _truncate(logits: Tensor, s: Sampling) -> Tensor:
-    """Set to -inf what top_k, top_p and min_p leave out, in that order; the most likely token always stays."""
-    if 0 < s.top_k < logits.numel():
-        logits = logits.masked_fill(logits < logits.topk(s.top_k).values[-1], -torch.inf)
-    if s.top_p < 1:
-        ordered, index = logits.sort(descending=True)
-        mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        left_out = mass_before >= s.top_p
-        left_out[0] = False  # also where top_p is below what f32 can tell from 0
-        logits = logits.index_fill(0, index[left_out], -torch.inf)
-    if s.min_p > 0:
-        p = logits.softmax(-1)
-        logits = logits.masked_fill(p < s.min_p * p.max(), -torch.inf)
-    return logits
+def likeliest(logits: Tensor) -> Tensor:
+    """Return the token of the largest logit of each row [B, V], -1 where that is not finite; on the same device.
 
-
-def likeliest(logits: Tensor) -> list[int]:
-    """Return the token of the largest logit of each row [B, V], -1 where that is not finite.
-
-    Of all at once: on a GPU one wait; on a CPU numpy's argmax, which takes a sixtieth of the time of torch's.
+    On a CPU by numpy's argmax, which takes a sixtieth of the time of torch's.
     """
     if logits.device.type == "cpu":
         rows = logits.numpy()
         best = rows.argmax(-1)
-        finite = np.isfinite(rows[np.arange(len(rows)), best])
-        found: list[int] = np.where(finite, best, -1).tolist()
-        return found
+        return torch.from_numpy(np.where(np.isfinite(rows[np.arange(len(rows)), best]), best, -1))
     largest, index = logits.max(-1)
-    return torch.where(largest.isfinite(), index, -1).tolist()
+    return torch.where(largest.isfinite(), index, -1)

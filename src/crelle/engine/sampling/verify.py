@@ -13,13 +13,13 @@ from collections.abc import Sequence as List
 from time import perf_counter
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from crelle.engine.requests.output import OutputState, TokenLogprob
 from crelle.engine.requests.sequence import Sequence
 from crelle.engine.sampling.batch_sampler import sample_batch
 from crelle.engine.sampling.sampler import likeliest, not_finite
+from crelle.engine.sampling.upload import upload
 
 
 class SampledToken(NamedTuple):
@@ -62,7 +62,7 @@ def sample_drafts(logits: Tensor, rows: List[Verified]) -> list[list[SampledToke
     found: list[list[SampledToken] | BaseException] = [[] for _ in rows]
     going, depth = list(range(len(rows))), 0
     if first > len(rows) and (fast := [i for i in going if rows[i].state.fast]):
-        best = likeliest(logits)  # of all rows at once: on a GPU, one wait
+        best: list[int] = likeliest(logits).tolist()  # of all rows at once: on a GPU, one wait
         for i in fast:
             found[i] = _greedy(rows[i], best[starts[i] : starts[i] + 1 + len(rows[i].draft)])
         going = [i for i in going if not rows[i].state.fast]
@@ -70,7 +70,7 @@ def sample_drafts(logits: Tensor, rows: List[Verified]) -> list[list[SampledToke
         if depth == 0 and first == len(rows):
             picked = logits
         else:
-            picked = logits[torch.tensor([starts[i] + depth for i in going], device=logits.device)]
+            picked = logits[upload([starts[i] + depth for i in going], logits.device)]
         sampled = sample_batch(picked, [(rows[i].state, _so_far(rows[i], found[i])) for i in going])
         for i, token in zip(going, sampled, strict=True):
             tokens = found[i]

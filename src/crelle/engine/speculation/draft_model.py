@@ -147,4 +147,7 @@ class DraftModel:
 
     def _run(self, chunks: list[Chunk]) -> list[int]:
         """Return the likeliest token after each chunk of which it is wanted."""
-        return likeliest(self.executor.run(chunks)[:, : self._vocabulary]) if chunks else []
+        if not chunks:
+            return []
+        found: list[int] = likeliest(self.executor.run(chunks)[:, : self._vocabulary]).tolist()
+        return found
