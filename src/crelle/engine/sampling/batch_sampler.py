@@ -41,7 +41,7 @@ def sample_batch(logits: Tensor, rows: Sequence[Row]) -> list[int | BaseExceptio
         except BaseException as e:
             found.append(e)
     grammars = (state.grammar for (state, _), token in zip(rows, found, strict=True) if isinstance(token, int))
-    compute_masks([g for g in grammars if g is not None and not g.finished])
+    compute_masks([g for g in grammars if g is not None and not g.finished], start=not logits.is_cuda)
     return found
 
 

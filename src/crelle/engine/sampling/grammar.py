@@ -4,14 +4,16 @@
     compiled  once for all sequences that ask for the same: GrammarCompiler.compile, in any thread
     state     of one sequence: accept(token) goes on, mask() has a bit for each token that may come next
 
-The masks of a batch are computed when the tokens before them are known, in threads of llguidance's and without the
-interpreter lock, while the model runs the next step (`compute_masks`). What a grammar may cost is limited: its size,
-the time to build it and the work for each token; beyond that the request is refused, or ends with an error.
+The masks of a batch are computed in one call, in threads of llguidance's and without the interpreter lock, while the
+model runs the next step. On a CPU a thread makes that call as soon as the tokens before are known, since ours is busy
+with the model; on a GPU ours does, when it has launched the step and would only wait. What a grammar may cost is
+limited: its size, the time to build it and the work for each token; beyond that the request is refused, or ends with
+an error.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from json import dumps
 from threading import Lock
@@ -127,7 +129,7 @@ class GrammarState:
         self.matcher, self.words = matcher, mask.size
         self._spec = spec
         self._mask: np.ndarray | None = mask
-        self._found: tuple[Future[np.ndarray], int] | None = None  # the masks of a batch, and which of them
+        self._batch: tuple[MaskBatch, int] | None = None  # where the next mask is
         self.finished = False  # nothing can follow but the end
         self.waited = 0  # masks that were not there when the logits were
 
@@ -141,50 +143,55 @@ class GrammarState:
     def mask(self, reached: Callable[[], bool] = lambda: True) -> np.ndarray:
         """Return a bit for each token that may come next, int32 [V / 32]; reached: whether the logits are there."""
         if self._mask is None:
-            assert self._found is not None, "compute_masks comes first"
-            future, row = self._found
-            late = not future.done()
-            self._mask = future.result()[row]
-            self.waited += late and reached()
+            assert self._batch is not None, "compute_masks comes first"
+            batch, row = self._batch
+            self._mask = batch.masks(reached)[row]
+            self.waited += batch.late
             _require(self.matcher, self._spec)
         return self._mask
 
-    def expect(self, found: "Future[np.ndarray]", row: int) -> None:
+    def expect(self, batch: "MaskBatch", row: int) -> None:
         """Take where the next mask will be."""
-        self._mask, self._found = None, (found, row)
+        self._mask, self._batch = None, (batch, row)
 
 
-class _Masks:
-    """A thread that hands batches to llguidance's own threads."""
+class MaskBatch:
+    """The next masks of some sequences."""
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "crelle-masks")
-        self._executor: LLExecutor | None = None
+    _thread = ThreadPoolExecutor(1, "crelle-masks")
+    _executor: "LLExecutor | None" = None
 
-    def start(self, matchers: "list[tuple[LLMatcher, int]]", words: int) -> "Future[np.ndarray]":
-        """Start to compute a mask for each; return them all, int32 [matchers, words]."""
-        return self._pool.submit(self._run, matchers, words)
+    def __init__(self, states: Sequence[GrammarState], *, start: bool) -> None:
+        """Take what to compute masks of; start: begin now, in a thread."""
+        self._of, self._words = [(state.matcher, row) for row, state in enumerate(states)], states[0].words
+        self._masks: np.ndarray | None = None
+        self._started = self._thread.submit(self._compute) if start else None
+        self.late = False
+        for row, state in enumerate(states):
+            state.expect(self, row)
 
-    def _run(self, matchers: "list[tuple[LLMatcher, int]]", words: int) -> np.ndarray:
+    def masks(self, reached: Callable[[], bool]) -> np.ndarray:
+        """Return them, int32 [states, V / 32]."""
+        if self._masks is None:
+            waits = self._started is None or not self._started.done()
+            self._masks = self._compute() if self._started is None else self._started.result()
+            self.late = waits and reached()
+        return self._masks
+
+    def _compute(self) -> np.ndarray:
         from llguidance import LLExecutor
 
-        if self._executor is None:
-            self._executor = LLExecutor(max(1, available_cores() - 1))
-        masks = np.zeros((len(matchers), words), dtype=np.int32)
-        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * words, len(matchers))
-        return masks
+        if MaskBatch._executor is None:
+            MaskBatch._executor = LLExecutor(max(1, available_cores() - 1))
+        found = np.zeros((len(self._of), self._words), dtype=np.int32)
+        MaskBatch._executor.unsafe_compute_mask_ptr(self._of, found.ctypes.data, 4 * self._words, len(self._of))
+        return found
 
 
-_masks = _Masks()
-
-
-def compute_masks(states: Sequence[GrammarState]) -> None:
-    """Start to compute the next mask of each, beside the model's step."""
+def compute_masks(states: Sequence[GrammarState], *, start: bool) -> None:
+    """Have the next mask of each computed: from now on, or together when the first is asked for."""
     for words in {state.words for state in states}:
-        some = [state for state in states if state.words == words]
-        found = _masks.start([(state.matcher, row) for row, state in enumerate(some)], words)
-        for row, state in enumerate(some):
-            state.expect(found, row)
+        MaskBatch([state for state in states if state.words == words], start=start)
 
 
 def _compute(matcher: "LLMatcher", vocabulary: int, spec: GrammarSpec) -> np.ndarray:
