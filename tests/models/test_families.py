@@ -195,3 +195,10 @@ def test_a_config_of_another_kind_is_refused(path: Path, tmp_path: Path) -> None
 
 def test_families_are_found_by_their_files() -> None:
     assert {"llama", "opt", "gpt2", "gemma3_text"} <= families().keys()
+
+
+def test_gemma_computes_in_bf16_on_a_gpu_and_others_in_f16() -> None:
+    """Gemma's activations exceed 65,504; on a CPU all compute in f32."""
+    halves = {name: family.half for name, family in families().items()}
+    assert {name for name, half in halves.items() if half == torch.bfloat16} == {"gemma2", "gemma3_text"}
+    assert {half for name, half in halves.items() if not name.startswith("gemma")} == {torch.float16}

@@ -90,7 +90,7 @@ def build(
     kernel: str | None = None,
     bits: int | None = None,
 ) -> Model:
-    """Build the model that the weights' config describes. Default dtype: f32 on a CPU, f16 on a GPU.
+    """Build the model that the weights' config describes. Default dtype: f32 on a CPU, its family's on a GPU.
 
     `bits` chooses a precision of a nested checkpoint; default: the finest.
     """
@@ -117,6 +117,11 @@ def build_encoder(
     return _built(EncoderModel, weights, device, dtype, kernel, bits)
 
 
+def default_dtype(weights: Weights, device: torch.device) -> torch.dtype:
+    """Return what a model computes in where nothing was asked for."""
+    return torch.float32 if device.type == "cpu" else family_of(weights).half
+
+
 def _built(
     kind: type[Built],
     weights: Weights,
@@ -125,7 +130,7 @@ def _built(
     kernel: str | None,
     bits: int | None,
 ) -> Built:
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.float16)
+    dtype = dtype or default_dtype(weights, device)
     made: dict[str, Any] | None = {} if offered(weights) else None  # to be shared among precisions, where there are
     weights = in_usual_form(weights)
     arch, names = architecture(weights), frozenset(weights.names())

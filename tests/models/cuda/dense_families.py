@@ -120,8 +120,8 @@ class _Weights(RandomWeights):
         return (mean + 0.2 * random).half()
 
 
-def make_dense(name: str, scheme: str, device: str) -> Model:
-    """Return a random model of CONFIGS in f16."""
+def make_dense(name: str, scheme: str, device: str, dtype: torch.dtype | None = torch.float16) -> Model:
+    """Return a random model of CONFIGS; without a dtype in what its family computes in."""
     where = torch.device(device)
     with other_families():
-        return build(_Weights(CONFIGS[name], scheme, where, seed=3), where, dtype=torch.float16)
+        return build(_Weights(CONFIGS[name], scheme, where, seed=3), where, dtype=dtype)

@@ -216,3 +216,15 @@ def test_prompts_and_steps_give_the_logits_of_torch(
 @pytest.mark.parametrize("name", CONFIGS)
 def test_batch_invariant_steps_give_the_logits_of_torch(name: str) -> None:
     check(make_dense(name, "fp16", "cuda"), "kv16", TOLERANCE["kv16"], batch_invariant=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["fp16", "rtn:bits=4,group=64"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3, scores by another root"])
+def test_gemma_runs_in_bf16_and_gives_the_logits_of_torch(
+    name: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_linear, "SMALL", 0)
+    model = make_dense(name, scheme, "cuda", None)
+    assert model.dtype == torch.bfloat16
+    check(model, "kv16", 8 * TOLERANCE["kv16"] if scheme == "fp16" else 0.12)

@@ -88,6 +88,7 @@ class Family:
     dropped: Sequence[str] = field(default=())  # tensors behind a layer's prefix that are no weights
     norm_offset: float = 0.0  # norms multiply by (offset + weight)
     required_biases: bool = False  # where the spec has biases, a linear without one is a damaged file
+    half: torch.dtype = torch.float16  # of activations on a GPU: bf16 where they exceed 65,504
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ Norms multiply by 1 + weight; crelle.models.tensor_view adds the 1.
 from functools import partial
 from typing import Any
 
+import torch
+
 from crelle.errors import UnsupportedError
 from crelle.formats.storage.io import shown
 from crelle.kernels.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
@@ -87,4 +89,6 @@ _NAMES = TensorNames(
     norm_mlp="pre_feedforward_layernorm",
     post_mlp_norm="post_feedforward_layernorm",
 )
-FAMILY = Family(model_types=("gemma3_text", "gemma2"), spec=spec, names=lambda _: _NAMES, norm_offset=1.0)
+FAMILY = Family(
+    model_types=("gemma3_text", "gemma2"), spec=spec, names=lambda _: _NAMES, norm_offset=1.0, half=torch.bfloat16
+)
