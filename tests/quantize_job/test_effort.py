@@ -41,6 +41,23 @@ def test_a_gpu_takes_the_recipes_of_the_published_figures(bits: float, best: Eff
         assert 1 < found.least < found.most
 
 
+def test_where_quality_is_preferred_scales_train_end_to_end() -> None:
+    scheme, scales = "auto:bits=2.35,prefer=quality", "tune=full,steps=0,{}train=scales,prefer=quality"
+    found = resolve("balanced", scheme, GPU, SMOLLM2)
+    assert found == Effort("balanced", "auto:bits=2.35," + scales.format("end=600,own=1024,"), 192, 192)
+    quality = expected(found)
+    assert quality is not None
+    assert quality.least == 1.22
+    best = resolve("best", scheme, GPU, SMOLLM2).scheme
+    assert best == "auto:bits=2.35," + scales.format("end=3000,own=4096,")
+    assert resolve("best", scheme, GPU, 7 * ONE_BILLION).scheme == "auto:bits=2.35," + scales.format("")
+    for word, size in (("fast", SMOLLM2), ("balanced", 7 * ONE_BILLION)):
+        assert resolve(word, scheme, GPU, size).scheme == "auto:bits=2.35,tune=none,prefer=quality"
+    assert resolve("balanced", f"{scheme},train=all,end=9", GPU, SMOLLM2).scheme == (
+        "auto:bits=2.35,tune=full,steps=0,end=9,own=1024,prefer=quality"
+    )
+
+
 def test_a_cpu_does_what_it_has_time_for() -> None:
     assert resolve("fast", SCHEME, SMALL_CPU, SMOLLM2) == Effort("fast", "auto:bits=4.35,search=false,steps=0", 8, 0)
     assert resolve("balanced", SCHEME, SMALL_CPU, SMOLLM2) == Effort("balanced", "auto:bits=4.35,steps=0", 32, 0)

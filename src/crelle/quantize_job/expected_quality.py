@@ -16,6 +16,7 @@ from crelle.quantizers.schemes.gptq import GPTQ
 MODEL = "SmolLM2-135M-Instruct"
 GPU_FILE = "bench/results/h200-auto-quality-smollm2.json"
 CPU_FILE = "bench/results/cpu-effort-smollm2.json"
+QUALITY_FILE = "bench/results/h200-prefer-quality-smollm2.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,17 @@ MEASURED = (
     Measured("auto:bits=4.35,search=false,steps=0", 4, 4, 1.08, 1.14, CPU_FILE),
     Measured("auto:bits=4.35,search=false,steps=0", 16, 16, 1.06, 1.12, CPU_FILE),
     Measured("auto:bits=4.35,steps=0", 16, 16, 1.05, 1.10, CPU_FILE),
+    Measured("auto:bits=2.35,tune=none,prefer=quality", 192, 192, 1.42, 1.53, QUALITY_FILE),
+    Measured("auto:bits=3.35,tune=none,prefer=quality", 192, 192, 1.07, 1.10, QUALITY_FILE),
+    Measured("auto:bits=4.35,tune=none,prefer=quality", 192, 192, 1.01, 1.02, QUALITY_FILE),
+    Measured(
+        "auto:bits=2.35,tune=full,steps=0,end=600,own=1024,train=scales,prefer=quality",
+        192,
+        192,
+        1.22,
+        1.34,
+        QUALITY_FILE,
+    ),
     Measured("gptq:bits=3,group=64", 64, 0, 1.34, 1.63),
     Measured("gptq:bits=4,group=64", 64, 0, 1.06, 1.13),
 )
