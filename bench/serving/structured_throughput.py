@@ -1,10 +1,11 @@
 """Tokens per second of a batch with a JSON schema and without one, in turns in one process.
 
     python bench/serving/structured_throughput.py MODEL OUT.json [--batch 16] [--tokens 128] [--rounds 7]
+    python bench/serving/structured_throughput.py MODEL OUT.json --shape llama2-7b [--scheme rtn:bits=4,group=128]
 
 First a batch of finished answers is checked against its schema. The timed schema is a list that is not complete within
 the tokens, so that all sequences of both kinds run to the same length. `late` counts the masks that were not there when
-the step needed them. Processor time counts masks too, though they run beside the model; machines that others use too
+the logits were. --shape: a model of random weights with MODEL's tokenizer. Processor time counts masks too, though they run beside the model; machines that others use too
 do not disturb it.
 """
 
@@ -19,8 +20,12 @@ import jsonschema_rs
 
 from crelle import LLM, Sampling
 from crelle.bench.environment import write_result
+from crelle.bench.model_shapes import RandomWeights, config_of
 from crelle.engine.engine import Engine
 from crelle.engine.sampling.grammar import GrammarSpec
+from crelle.engine.tokenization.tokenizer import Tokenizer
+from crelle.formats.storage.open import open_weights
+from crelle.models.loader import build, choose_device
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -42,8 +47,10 @@ def main() -> None:
     read.add_argument("--batch", type=int, default=16)
     read.add_argument("--tokens", type=int, default=128)
     read.add_argument("--rounds", type=int, default=7)
+    read.add_argument("--shape", help="of random weights, instead of MODEL's")
+    read.add_argument("--scheme", default="rtn:bits=4,group=128", help="of these weights")
     args = read.parse_args()
-    llm = LLM.load(args.model)
+    llm = LLM.load(args.model) if args.shape is None else random_llm(args.model, args.shape, args.scheme)
     engine = Engine(llm, pages=1000, max_batch=args.batch)
     checked = check(engine, args.batch)
     spec = GrammarSpec("json_schema", json.dumps(PEOPLE))
@@ -54,6 +61,7 @@ def main() -> None:
     late = sum(row[1][1] for row in rows)
     work = [row[0][2] / row[1][2] for row in rows]
     options = f"--batch {args.batch} --tokens {args.tokens} --rounds {args.rounds}"
+    options += "" if args.shape is None else f" --shape {args.shape} --scheme {args.scheme}"
     found = {
         "command": f"python bench/serving/structured_throughput.py {Path(args.model).name} {args.out.name} {options}",
         "batch": args.batch,
@@ -68,6 +76,13 @@ def main() -> None:
     }
     print(json.dumps(found, indent=1))
     write_result(args.out, found)
+
+
+def random_llm(path: str, shape: str, scheme: str) -> LLM:
+    """Return a model of a shape and random weights, with a model's tokenizer and vocabulary."""
+    given, device = open_weights(path), choose_device("auto")
+    weights = RandomWeights({**config_of(shape), "vocab_size": given.config["vocab_size"]}, scheme, device)
+    return LLM(build(weights, device), Tokenizer.of(given), weights)
 
 
 def check(engine: Engine, batch: int) -> int:

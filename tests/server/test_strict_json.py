@@ -223,15 +223,15 @@ def test_logits_that_are_not_finite_are_an_error_and_not_an_answer(
     llm: LLM, want: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(llm) as server:
-        sample, at, begun = OutputState.sample, [0], threading.Event()
+        take, at, begun = OutputState.take, [0], threading.Event()
 
-        def broken(self: OutputState, logits: Any, so_far: list[int], *more: Any) -> int:
+        def broken(self: OutputState, token: int, logits: Any, position: int) -> int:
             if len(self.tokens) == at[0]:
                 assert at[0] == 0 or begun.wait(30)  # else the fault may come before the headers are sent
                 raise NumericsError("the model's logits are not finite (NaN) at token 7 of /secret/path")
-            return sample(self, logits, so_far, *more)
+            return take(self, token, logits, position)
 
-        monkeypatch.setattr(OutputState, "sample", broken)
+        monkeypatch.setattr(OutputState, "take", broken)
         answer = server.raw(post("/v1/completions", json.dumps(GREEDY).encode()))
         error = strictly(answer.split(b"\r\n\r\n", 1)[1])["error"]
         assert (status(answer), error["type"], error["code"]) == (500, "server_error", "non_finite_logits")
