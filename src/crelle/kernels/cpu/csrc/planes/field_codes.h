@@ -170,7 +170,10 @@ CRELLE_INLINE void store_block(const Weight &w, int b, int rows, float *y, size_
   for (int m = 0; m < rows; ++m, y += ldy)
     for (int q = 0; q < kBlockVectors && L * q < outputs; ++q) {
       const FieldV::Floats v = f(q, m);
-      __builtin_memcpy(y + L * q, &v, (outputs - L * q < L ? outputs - L * q : L) * sizeof(float));
+      if (outputs >= kFieldRows)
+        __builtin_memcpy(y + L * q, &v, sizeof v);  // a store, not a call
+      else
+        __builtin_memcpy(y + L * q, &v, (outputs - L * q < L ? outputs - L * q : L) * sizeof(float));
     }
 }
 
