@@ -36,7 +36,7 @@ struct V {
   using Floats = __m256;
   static constexpr int kRows = 32, kRegisters = 16;
 
-  static CRELLE_INLINE Bytes zero() { return _mm256_setzero_si256(); }
+  static CRELLE_INLINE Bytes words(int v) { return _mm256_set1_epi16(short(v)); }
   static CRELLE_INLINE Bytes load(const void *p) { return _mm256_load_si256(static_cast<const __m256i *>(p)); }
   static CRELLE_INLINE Bytes table(const void *p) {
     return _mm256_broadcastsi128_si256(_mm_load_si128(static_cast<const __m128i *>(p)));
@@ -45,20 +45,23 @@ struct V {
   static CRELLE_INLINE Bytes high_nibbles(Bytes v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
   static CRELLE_INLINE Bytes look_up(Bytes t, Bytes i) { return _mm256_shuffle_epi8(t, i); }
   static CRELLE_INLINE Bytes add16(Bytes a, Bytes b) { return _mm256_add_epi16(a, b); }
+  static CRELLE_INLINE Bytes accumulate(Bytes sum, Bytes v) {
+    sum = add16(sum, v);
+    __asm__("" : "+v"(sum));  // GCC would keep all terms, in memory, and add them as a tree
+    return sum;
+  }
   static CRELLE_INLINE Bytes odd_bytes(Bytes v) { return _mm256_srli_epi16(v, 8); }
   static CRELLE_INLINE Bytes even_sums(Bytes all, Bytes odd) {
     return _mm256_sub_epi16(all, _mm256_slli_epi16(odd, 8));
   }
-  static CRELLE_INLINE void widen(Bytes even, Bytes odd, Ints (&out)[4]) {
-    out[0] = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(even));
-    out[1] = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(even, 1));
-    out[2] = _mm256_cvtepu16_epi32(_mm256_castsi256_si128(odd));
-    out[3] = _mm256_cvtepu16_epi32(_mm256_extracti128_si256(odd, 1));
+  // Of 16-bit sums F * high + low, in the order of byte_plane_row.
+  template <int F>
+  static CRELLE_INLINE void combine(Bytes high, Bytes low, Ints &first, Ints &second) {
+    const Ints factors = _mm256_set1_epi32(F | 1 << 16);
+    first = _mm256_madd_epi16(_mm256_unpacklo_epi16(high, low), factors);
+    second = _mm256_madd_epi16(_mm256_unpackhi_epi16(high, low), factors);
   }
-  static CRELLE_INLINE Ints ints(int v) { return _mm256_set1_epi32(v); }
   static CRELLE_INLINE Ints add32(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
-  static CRELLE_INLINE Ints sub32(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
-  static CRELLE_INLINE Ints shift_left(Ints a, int n) { return _mm256_slli_epi32(a, n); }
   static CRELLE_INLINE Floats floats(float v) { return _mm256_set1_ps(v); }
   static CRELLE_INLINE Floats to_float(Ints v) { return _mm256_cvtepi32_ps(v); }
   static CRELLE_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }

@@ -33,7 +33,7 @@ struct V {
   using Floats = __m512;
   static constexpr int kRows = 64, kRegisters = 32;
 
-  static CRELLE_INLINE Bytes zero() { return _mm512_setzero_si512(); }
+  static CRELLE_INLINE Bytes words(int v) { return _mm512_set1_epi16(short(v)); }
   static CRELLE_INLINE Bytes load(const void *p) { return load_once(p); }
   static CRELLE_INLINE Bytes table(const void *p) {
     return _mm512_broadcast_i32x4(_mm_load_si128(static_cast<const __m128i *>(p)));
@@ -42,20 +42,23 @@ struct V {
   static CRELLE_INLINE Bytes high_nibbles(Bytes v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
   static CRELLE_INLINE Bytes look_up(Bytes t, Bytes i) { return _mm512_shuffle_epi8(t, i); }
   static CRELLE_INLINE Bytes add16(Bytes a, Bytes b) { return _mm512_add_epi16(a, b); }
+  static CRELLE_INLINE Bytes accumulate(Bytes sum, Bytes v) {
+    sum = add16(sum, v);
+    __asm__("" : "+v"(sum));  // GCC would keep all terms, in memory, and add them as a tree
+    return sum;
+  }
   static CRELLE_INLINE Bytes odd_bytes(Bytes v) { return _mm512_srli_epi16(v, 8); }
   static CRELLE_INLINE Bytes even_sums(Bytes all, Bytes odd) {
     return _mm512_sub_epi16(all, _mm512_slli_epi16(odd, 8));
   }
-  static CRELLE_INLINE void widen(Bytes even, Bytes odd, Ints (&out)[4]) {
-    out[0] = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(even));
-    out[1] = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(even, 1));
-    out[2] = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(odd));
-    out[3] = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(odd, 1));
+  // Of 16-bit sums F * high + low, in the order of byte_plane_row.
+  template <int F>
+  static CRELLE_INLINE void combine(Bytes high, Bytes low, Ints &first, Ints &second) {
+    const Ints factors = _mm512_set1_epi32(F | 1 << 16);
+    first = _mm512_madd_epi16(_mm512_unpacklo_epi16(high, low), factors);
+    second = _mm512_madd_epi16(_mm512_unpackhi_epi16(high, low), factors);
   }
-  static CRELLE_INLINE Ints ints(int v) { return _mm512_set1_epi32(v); }
   static CRELLE_INLINE Ints add32(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
-  static CRELLE_INLINE Ints sub32(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
-  static CRELLE_INLINE Ints shift_left(Ints a, int n) { return _mm512_slli_epi32(a, n); }
   static CRELLE_INLINE Floats floats(float v) { return _mm512_set1_ps(v); }
   static CRELLE_INLINE Floats to_float(Ints v) { return _mm512_cvtepi32_ps(v); }
   static CRELLE_INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }

@@ -30,7 +30,8 @@ void encode(Activations &a, const float *x, size_t ldx, int m0, int m1) {
 
 // Row r of a block: the integer sum of plane p over `chunks` chunks.
 int plane_sum(const uint8_t *codes, const uint8_t *tables, int P, int p, int r, int chunks, int D) {
-  const int byte = r < R / 2 ? 2 * r : 2 * (r - R / 2) + 1;
+  int byte = 0;
+  while (byte_plane_row(byte, R) != r) ++byte;
   int sum = 0;
   for (int j = 0; j < chunks * 4; ++j) {
     const uint8_t bits = codes[(size_t(j) * P + p) * R + byte];

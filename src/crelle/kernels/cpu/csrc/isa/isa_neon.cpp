@@ -33,27 +33,30 @@ struct V {
 
   static CRELLE_INLINE uint16x8_t words(Bytes v) { return vreinterpretq_u16_u8(v); }
   static CRELLE_INLINE Bytes bytes(uint16x8_t v) { return vreinterpretq_u8_u16(v); }
-  static CRELLE_INLINE Bytes zero() { return vdupq_n_u8(0); }
+  static CRELLE_INLINE Bytes words(int v) { return bytes(vdupq_n_u16(uint16_t(v))); }
   static CRELLE_INLINE Bytes load(const uint8_t *p) { return vld1q_u8(p); }
   static CRELLE_INLINE Bytes table(const uint8_t *p) { return vld1q_u8(p); }
   static CRELLE_INLINE Bytes low_nibbles(Bytes v) { return vandq_u8(v, vdupq_n_u8(15)); }
   static CRELLE_INLINE Bytes high_nibbles(Bytes v) { return vshrq_n_u8(v, 4); }
   static CRELLE_INLINE Bytes look_up(Bytes t, Bytes i) { return vqtbl1q_u8(t, i); }
   static CRELLE_INLINE Bytes add16(Bytes a, Bytes b) { return bytes(vaddq_u16(words(a), words(b))); }
+  static CRELLE_INLINE Bytes accumulate(Bytes sum, Bytes v) {
+    sum = add16(sum, v);
+    __asm__("" : "+w"(sum));  // GCC would keep all terms, in memory, and add them as a tree
+    return sum;
+  }
   static CRELLE_INLINE Bytes odd_bytes(Bytes v) { return bytes(vshrq_n_u16(words(v), 8)); }
   static CRELLE_INLINE Bytes even_sums(Bytes all, Bytes odd) {
     return bytes(vsubq_u16(words(all), vshlq_n_u16(words(odd), 8)));
   }
-  static CRELLE_INLINE void widen(Bytes even, Bytes odd, Ints (&out)[4]) {
-    out[0] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(words(even))));
-    out[1] = vreinterpretq_s32_u32(vmovl_high_u16(words(even)));
-    out[2] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(words(odd))));
-    out[3] = vreinterpretq_s32_u32(vmovl_high_u16(words(odd)));
+  // Of 16-bit sums F * high + low, in order.
+  template <int F>
+  static CRELLE_INLINE void combine(Bytes high, Bytes low, Ints &first, Ints &second) {
+    const int16x8_t h = vreinterpretq_s16_u8(high), l = vreinterpretq_s16_u8(low);
+    first = vmlal_n_s16(vmovl_s16(vget_low_s16(l)), vget_low_s16(h), F);
+    second = vmlal_high_n_s16(vmovl_high_s16(l), h, F);
   }
-  static CRELLE_INLINE Ints ints(int v) { return vdupq_n_s32(v); }
   static CRELLE_INLINE Ints add32(Ints a, Ints b) { return vaddq_s32(a, b); }
-  static CRELLE_INLINE Ints sub32(Ints a, Ints b) { return vsubq_s32(a, b); }
-  static CRELLE_INLINE Ints shift_left(Ints a, int n) { return vshlq_s32(a, vdupq_n_s32(n)); }
   static CRELLE_INLINE Floats floats(float v) { return vdupq_n_f32(v); }
   static CRELLE_INLINE Floats to_float(Ints v) { return vcvtq_f32_s32(v); }
   static CRELLE_INLINE Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }

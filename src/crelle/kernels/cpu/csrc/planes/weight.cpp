@@ -29,9 +29,6 @@ struct Source {
   }
 };
 
-// Row of the block that byte i of a BytePlanes vector belongs to: the kernel sums even and odd bytes apart.
-int row_of_byte(int i, int R) { return i % 2 ? R / 2 + i / 2 : i / 2; }
-
 void put_dword(uint8_t *at, uint32_t v) { std::memcpy(at, &v, 4); }
 
 // The field that holds the bit of weight 2^place of codes of P bits: see Stream::Fields.
@@ -74,7 +71,7 @@ void pack_chunk(const Weight &w, const Source &src, int b, int g, int c, uint8_t
   if (w.stream == Stream::BytePlanes) {
     for (int j = 0; j < 4; ++j)
       for (int p = 0; p < w.P; ++p)
-        for (int i = 0; i < w.R; ++i) *out++ = src.byte(p, first + row_of_byte(i, w.R), g, c, j);
+        for (int i = 0; i < w.R; ++i) *out++ = src.byte(p, first + byte_plane_row(i, w.R), g, c, j);
     return;
   }
   if (w.stream == Stream::QuadPlanes) {
@@ -190,6 +187,8 @@ void dequantize_row(const Weight &w, int n, float *out) {
   at += w.zeros_bytes;
   const size_t set = w.R * w.scale_size();
   const auto scale = [&](const uint8_t *p) { return scale_at(w, p, r); };
+  int byte = 0;  // of Stream::BytePlanes
+  while (byte_plane_row(byte, w.R) != r) ++byte;
   // Bit of input k of a chunk in plane p, or its whole code.
   const auto code = [&](const uint8_t *chunk, int k) -> int {
     const int j = k / 8, i = k % 8;
@@ -198,11 +197,9 @@ void dequantize_row(const Weight &w, int n, float *out) {
       case Stream::QuadPlanes:
         for (int p = 0; p < w.P; ++p) value = value << 1 | (chunk[((r / 16 * w.P + p) * 16 + r % 16) * 4 + j] >> i & 1);
         return value;
-      case Stream::BytePlanes: {
-        const int byte = r < w.R / 2 ? 2 * r : 2 * (r - w.R / 2) + 1;
+      case Stream::BytePlanes:
         for (int p = 0; p < w.P; ++p) value = value << 1 | (chunk[(j * w.P + p) * w.R + byte] >> i & 1);
         return value;
-      }
       case Stream::Nibbles: return chunk[(j * w.R + r) * 4 + i % 4] >> (i < 4 ? 0 : 4) & 15;
       case Stream::Fields:
         for (int place = 0; place < w.P; ++place) {

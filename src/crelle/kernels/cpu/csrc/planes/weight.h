@@ -40,7 +40,7 @@ enum class Stream : uint8_t {
   // Bit-planes, a dword per row: [chunk][R/16][P][16 rows][4 bytes]. Byte j of a row's dword is 8 inputs of one plane.
   // Activations: a table of 16 signed sums for every 4 inputs, four tables to a 64-byte register (vpermb).
   QuadPlanes,
-  // Bit-planes, a byte per row: [chunk][4][P][R bytes]. Even bytes are rows 0...R/2-1, odd bytes the other half.
+  // Bit-planes, a byte per row: [chunk][4][P][R bytes], rows in the order of byte_plane_row.
   // Activations: the same tables, biased to be unsigned, one 16-byte lane each (pshufb, tbl).
   BytePlanes,
   // 4-bit codes: [chunk][4][R/16][16 rows][4 bytes]. Low nibbles are inputs 8v...8v+3, high nibbles 8v+4...8v+7.
@@ -63,6 +63,13 @@ enum class Stream : uint8_t {
 };
 
 constexpr int kByteZero = 128;
+
+// Stream::BytePlanes: the row of a block of R that byte i belongs to. Sums of even and of odd bytes are 16-bit words
+// apart; those of two digits are interleaved within lanes of 16 bytes and come out as vectors of R / 4 rows in order.
+inline int byte_plane_row(int i, int R) {
+  const int word = i / 2;
+  return i % 2 * (R / 2) + word % 8 / 4 * (R / 4) + word / 8 * 4 + word % 4;
+}
 
 inline bool takes_tables(Stream s) { return s == Stream::QuadPlanes || s == Stream::BytePlanes; }
 

@@ -65,7 +65,7 @@ inline void load_levels(const Weight &w, const uint8_t *scales, const uint8_t *z
 inline void plane_outputs(const Weight &w, int first, int *output) {
   for (int i = 0; i < w.R; ++i) {
     const int byte = 4 * (i % kPartLanes) + i / kPartLanes;
-    const int row = w.stream == Stream::QuadPlanes ? i : byte % 2 * (w.R / 2) + byte / 2;
+    const int row = w.stream == Stream::QuadPlanes ? i : byte_plane_row(byte, w.R);
     output[i] = first + row;
   }
 }
