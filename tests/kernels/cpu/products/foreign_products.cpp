@@ -1,10 +1,11 @@
-// Products on uniform and affine grids by instruction sets that this machine may not have: built and run by
-// test_foreign_products.py, under an emulator or with an instruction's equivalent.
+// Products on uniform and affine grids and of bit-planes by instruction sets that this machine may not have: built and
+// run by test_foreign_products.py, under an emulator or with an instruction's equivalent.
 #include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "isa/isa.h"
@@ -29,7 +30,8 @@ std::vector<float> normals(size_t n) {
 
 struct Case {
   int P, N, K, G;
-  bool affine, bias;
+  Kind kind;
+  bool bias;
 };
 
 // A random matrix as stored, and what its values are.
@@ -43,28 +45,36 @@ struct Matrix {
     planes.resize(c.P * c.N * row_bytes), zero.resize(size_t(c.N) * C);
     for (uint8_t &b : planes) b = static_cast<uint8_t>(chance());
     for (uint8_t &b : zero) b = static_cast<uint8_t>(chance() % (1u << c.P));
-    scale = normals(size_t(c.N) * C), low = normals(size_t(c.N) * C);
+    const size_t groups = size_t(c.N) * C;
+    scale = normals((c.kind == Kind::Bcq ? c.P : 1) * groups), low = normals(groups);
     for (float &s : scale) s = std::fabs(s) + 0.1f;
     for (int n = 0; n < c.N; ++n)
       for (int k = 0; k < c.K; ++k) {
         int q = 0;
         for (int p = 0; p < c.P; ++p) q = q << 1 | (planes[(size_t(p) * c.N + n) * row_bytes + k / 8] >> (k % 8) & 1);
         const size_t at = size_t(n) * C + k / c.G;
+        if (c.kind == Kind::Bcq) {
+          float value = c.bias ? low[at] : 0;
+          for (int p = 0; p < c.P; ++p) value += (q >> (c.P - 1 - p) & 1 ? 1 : -1) * scale[p * groups + at];
+          values.push_back(value);
+          continue;
+        }
         const int offset = c.bias ? zero[at] : 1 << (c.P - 1);
-        values.push_back(c.affine ? low[at] + scale[at] * q : scale[at] * (q - offset));
+        values.push_back(c.kind == Kind::Affine ? low[at] + scale[at] * q : scale[at] * (q - offset));
       }
   }
 
   Stored stored(const Case &c) const {
-    return {c.affine ? Kind::Affine : Kind::Uniform,
+    const bool levels = c.kind == Kind::Affine || (c.kind == Kind::Bcq && c.bias);
+    return {c.kind,
             c.N,
             c.K,
             c.P,
             c.G,
             planes.data(),
             scale.data(),
-            c.affine ? low.data() : nullptr,
-            !c.affine && c.bias ? zero.data() : nullptr};
+            levels ? low.data() : nullptr,
+            c.kind == Kind::Uniform && c.bias ? zero.data() : nullptr};
   }
 };
 
@@ -76,7 +86,7 @@ bool check(const Isa &isa, const Case &c) {
   for (Precision precision : {Precision::Exact, Precision::Int8}) {
     const std::vector<float> x = normals(size_t(M) * c.K);
     std::vector<float> y(size_t(M) * c.N, NAN);
-    matmul(x.data(), M, w, y.data(), precision);
+    matmul(x.data(), M, w, y.data(), precision, false);
     double error = 0, norm = 0;
     for (int m = 0; m < M; ++m)
       for (int n = 0; n < c.N; ++n) {
@@ -88,12 +98,12 @@ bool check(const Isa &isa, const Case &c) {
     bool right = relative < limit;
     for (int few : {1, 2, 3, 5, 9}) {
       std::vector<float> some(size_t(few) * c.N, NAN);
-      matmul(x.data() + kFirst * c.K, few, w, some.data(), precision);
+      matmul(x.data() + kFirst * c.K, few, w, some.data(), precision, false);
       right = right && !std::memcmp(some.data(), y.data() + kFirst * c.N, some.size() * sizeof(float));
     }
     if (!right) {
-      std::printf("%s: %d bits, %d x %d, group %d, affine %d, bias %d, bytes %d: error %g or other bits in a batch\n",
-                  isa.name, c.P, c.N, c.K, c.G, c.affine, c.bias, int(precision), relative);
+      std::printf("%s: %d bits, %d x %d, group %d, kind %d, bias %d, bytes %d: error %g or other bits in a batch\n",
+                  isa.name, c.P, c.N, c.K, c.G, int(c.kind), c.bias, int(precision), relative);
       return false;
     }
   }
@@ -113,9 +123,10 @@ int main() {
     std::printf("%s\n", isa->name);
     for (int P = 1; P <= 8; ++P)
       for (const auto &[N, K, G] : {std::array{70, 300, 128}, std::array{33, 96, 32}, std::array{5, 520, 64}})
-        for (const auto &[affine, bias] : {std::array{false, false}, std::array{false, true}, std::array{true, true}}) {
-          if (isa->stream(affine ? Kind::Affine : Kind::Uniform, P) != Stream::Fields) continue;
-          if (!check(*isa, {P, N, K, G, affine, bias})) return 1;
+        for (const auto &[kind, bias] : {std::pair{Kind::Uniform, false}, std::pair{Kind::Uniform, true},
+                                         std::pair{Kind::Affine, true}, std::pair{Kind::Bcq, true}}) {
+          if (kind == Kind::Affine && isa->stream(kind, P) != Stream::Fields) continue;
+          if (!check(*isa, {P, N, K, G, kind, bias})) return 1;
           ++cases;
         }
   }

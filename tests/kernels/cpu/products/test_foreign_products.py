@@ -1,4 +1,4 @@
-"""Byte dot products of instruction sets that this machine lacks: Arm's under qemu, AVX-VNNI's by AVX-512's own.
+"""Dot products and look-ups of instruction sets that this machine lacks: Arm's under qemu, AVX-VNNI's by AVX-512's own.
 
 They compile for minutes: `make test-slow`.
 """
@@ -21,6 +21,7 @@ SHARED = (
     "planes/weight",
     "mixed/mixed_weight",
     "integer/integer_weight",
+    "trellis/trellis_weight",
     "base/pool",
     "attention/hadamard",
 )
