@@ -5,8 +5,8 @@
 
 First a batch of finished answers is checked against its schema. The timed schema is a list that is not complete within
 the tokens, so that all sequences of both kinds run to the same length. `late` counts the masks that were not there when
-the logits were. --shape: a model of random weights with MODEL's tokenizer. Processor time counts masks too, though they run beside the model; machines that others use too
-do not disturb it.
+the logits were. --shape: a model of random weights with MODEL's tokenizer. Processor time counts masks too, though they
+run beside the model; machines that others use too do not disturb it.
 """
 
 import argparse
