@@ -61,4 +61,5 @@ class CrelleEmbeddingMethod(QuantizeMethodBase):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         y: Tensor = torch.ops.crelle.layer(x, layer.product_handle, layer.product.N)
         y = y if bias is None else y + bias[: layer.product.N]
-        return nn.functional.pad(y, (0, layer.num_embeddings_per_partition - layer.product.N))
+        padding = layer.num_embeddings_per_partition - layer.product.N
+        return y if not padding else nn.functional.pad(y, (0, padding))  # a pad by nothing copies

@@ -81,10 +81,25 @@ class Cpu(FloatInput):
         return CpuWeight(data, self.precision)
 
     def run(self, x: Tensor | Encoded, prepared: CpuWeight) -> Tensor:
-        x = floats(x)
-        y = torch.empty(x.shape[0], prepared.data.shape[0], dtype=torch.float32)  # [M, N]
-        core().matmul(numpy_of(x.detach().float()), prepared.data, y.numpy(), prepared.precision)
-        return y.to(x.dtype)
+        return multiply(floats(x), prepared)
+
+
+def multiply(x: Tensor, w: CpuWeight) -> Tensor:
+    """Return x [M, K] @ W.T as [M, N] in x.dtype: C++ widens and rounds f16 and bf16 next to the products."""
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    x = x.detach() if half or x.dtype == torch.float32 else x.detach().float()
+    y = torch.empty(x.shape[0], w.data.shape[0], dtype=x.dtype)
+    if half:
+        bf16 = x.dtype == torch.bfloat16
+        core().matmul_half(_bits(x.contiguous()), w.data, _bits(y), w.precision, bf16)
+    else:
+        core().matmul(numpy_of(x), w.data, y.numpy(), w.precision)
+    return y
+
+
+def _bits(t: Tensor) -> Any:
+    """Return f16 or bf16 as an array of integers: numpy has no bf16."""
+    return t.view(torch.uint16).numpy()
 
 
 def _mixed(w: MixedTensor) -> Any:
