@@ -19,9 +19,10 @@ from torch import Tensor
 from crelle.errors import SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.parallel import stacked
-from crelle.integrations.vllm.arrival import Share
+from crelle.integrations.vllm.arrival import Share, say_once
 from crelle.kernels import cpu, ops
 from crelle.kernels.base import Prepared
+from crelle.kernels.cpu.kernel import look_up
 from crelle.kernels.handles import by_number, number
 
 
@@ -74,15 +75,34 @@ def _prepare(w: QuantTensor, dtype: torch.dtype, kernel: str | None) -> Prepared
     return ops.prepare(w, dtype, kernel if w.quantized else None)
 
 
-class Table:
-    """Rows of a matrix, dequantized when they are looked up."""
+def log_kernels(modules: Sequence[str], product: Product) -> None:
+    """Log which kernels multiply by a kind of layer: one line for all layers that agree."""
+    kind = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    for p in dict.fromkeys((w.problem.format, f"{w.problem.bits:g}", w.kernel.name) for w in product.prepared):
+        say_once(f"{kind}: {p[0]}, {p[1]} bits, by Crelle's kernel '{p[2]}'")
 
-    def __init__(self, w: QuantTensor) -> None:
-        self.weight = w
+
+class Table:
+    """Rows of a matrix, dequantized when they are looked up.
+
+    product: of a tied head, or none. On a CPU rows are read from what it multiplies by, if a kernel has rows.
+    """
+
+    def __init__(self, w: QuantTensor, product: Product | None = None) -> None:
+        self.weight: QuantTensor | None = w
+        self.prepared: Prepared | None = None
+        if w.quantized and w.device.type == "cpu" and cpu.available() is None:
+            known = product.prepared if product is not None else [_prepare(w, torch.float32, None)]
+            if len(known) == 1 and look_up(torch.zeros(1, dtype=torch.int64), known[0], torch.float32) is not None:
+                self.prepared, self.weight = known[0], None
 
     def __call__(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        rows = self.weight.rows(tokens.flatten()).dequantize(dtype)  # [tokens, K]
-        return rows.reshape(*tokens.shape, -1)
+        if self.prepared is not None:
+            rows = look_up(tokens.flatten(), self.prepared, dtype)
+        if self.weight is not None:
+            rows = self.weight.rows(tokens.flatten()).dequantize(dtype)
+        assert rows is not None
+        return rows.reshape(*tokens.shape, -1)  # [tokens, K]
 
 
 class Experts:

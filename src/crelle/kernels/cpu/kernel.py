@@ -24,10 +24,11 @@ from crelle.formats.fp4 import Fp4Tensor, Mxfp4Tensor, Nvfp4Tensor
 from crelle.formats.mixed import MixedTensor
 from crelle.formats.trellis import TrellisTensor
 from crelle.formats.wrappers.rotated import RotatedTensor
-from crelle.kernels.base import Encoded, FloatInput, Problem, floats, takes_floats
+from crelle.kernels.base import Encoded, FloatInput, Prepared, Problem, floats, takes_floats
 from crelle.kernels.cpu import available, core
 
 Precision = Literal["exact", "int8"]
+_ROW_BY_ROW = tuple(t.format for t in (BCQTensor, UniformTensor, AffineTensor))
 _FORMATS = tuple(
     t.format for t in (BCQTensor, UniformTensor, AffineTensor, MixedTensor, TrellisTensor, Mxfp4Tensor, Nvfp4Tensor)
 )
@@ -95,6 +96,15 @@ def multiply(x: Tensor, w: CpuWeight) -> Tensor:
     else:
         core().matmul(numpy_of(x), w.data, y.numpy(), w.precision)
     return y
+
+
+def look_up(rows: Tensor, w: Prepared, dtype: torch.dtype) -> Tensor | None:
+    """Return some rows [M, K] of a prepared weight, dequantized in C++; None if it is not laid out row by row."""
+    if not isinstance(w.data, CpuWeight) or w.problem.format not in _ROW_BY_ROW or w.problem.rotated:
+        return None
+    out = torch.empty(len(rows), w.problem.K, dtype=torch.float32)
+    w.data.data.dequantize_rows(numpy_of(rows.long()), out.numpy())
+    return out.to(dtype)
 
 
 def _bits(t: Tensor) -> Any:

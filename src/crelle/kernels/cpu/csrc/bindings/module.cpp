@@ -180,6 +180,20 @@ void py_dequantize(const Weight &w, Out<float, 2> out) {
   });
 }
 
+void py_dequantize_rows(const Weight &w, In<int64_t, 1> rows, Out<float, 2> out) {
+  require(out.shape(0) == rows.shape(0) && out.shape(1) == size_t(w.K), "out must be [rows, K]");
+  const int M = int(rows.shape(0));
+  const std::vector<int64_t> which(rows.data(), rows.data() + M);  // what is checked is what is used
+  require(std::all_of(which.begin(), which.end(), [&](int64_t n) { return n >= 0 && n < w.N; }),
+          "rows must be among those of the weight");
+  nb::gil_scoped_release release;
+  const auto read = [&](int m0, int m1) {
+    for (int m = m0; m < m1; ++m) dequantize_row(w, int(which[m]), out.data() + size_t(m) * w.K);
+  };
+  if (M < 16) return read(0, M);
+  Pool::get().run([&](int t, int n) { read(part(M, t, n), part(M, t + 1, n)); });
+}
+
 const char *py_tiles(const Weight &w, const std::string &precision) {
   const Precision p = precision_of(precision);
   const Gemm *gemm = gemm_of(w, p);
@@ -225,7 +239,8 @@ NB_MODULE(_core, m) {
       .def("tiles", &py_tiles, "precision"_a,
            "What many rows of x are multiplied as: 'int8', 'bf16' or 'f32' tiles, or 'none'.")
       .def("read", &py_read, "Read the whole stream and do nothing with it: the roofline of a product.")
-      .def("dequantize", &py_dequantize, "out"_a.noconvert());
+      .def("dequantize", &py_dequantize, "out"_a.noconvert())
+      .def("dequantize_rows", &py_dequantize_rows, "rows"_a.noconvert(), "out"_a.noconvert());
 
   nb::class_<SharedActivations>(m, "Activations", "x encoded as integers once, for every weight that fits.")
       .def(nb::init<>())

