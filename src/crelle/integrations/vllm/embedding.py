@@ -52,6 +52,8 @@ class CrelleEmbeddingMethod(QuantizeMethodBase):
             product = layer.product = Product([weight], layer.params_dtype, self.settings.kernel)
             layer.register_buffer("product_handle", handle_of(layer.product), persistent=False)
             log_kernels(["lm_head" if self.module.endswith("lm_head") else "head (tied)"], product)
+        # vLLM's LoRA layers read the device of a weight.
+        layer.register_buffer("weight", torch.empty(0, device=device), persistent=False)
         if self.looks_up:
             layer.table = Table(weight, product)
             layer.register_buffer("table_handle", handle_of(layer.table), persistent=False)

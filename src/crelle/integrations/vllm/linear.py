@@ -104,6 +104,8 @@ class CrelleLinearMethod(LinearMethodBase):
         layer.product = Product(weights, layer.params_dtype, self.settings.kernel)
         log_kernels([module for module, _ in self.modules], layer.product)
         layer.register_buffer("handle", handle_of(layer.product), persistent=False)
+        # vLLM's LoRA layers read the device of a weight.
+        layer.register_buffer("qweight", torch.empty(0, device=device), persistent=False)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         x = x if layer.gathered is None else tensor_model_parallel_all_gather(x)
