@@ -30,8 +30,8 @@ from crelle.kernels import cpu
 PLAIN, OURS = "vllm bfloat16", "crelle 4-bit"
 BATCHES = (1, 4, 8, 16, 32)
 TEXT = (
-    "Water boils at 100 degrees Celsius at sea level. On a mountain the pressure of the air is lower, so water boils at a "
-    "lower temperature, and food takes longer to cook."
+    "Water boils at 100 degrees Celsius at sea level. On a mountain the pressure of the air is lower, so water boils "
+    "at a lower temperature, and food takes longer to cook."
 )
 CHECKED = 0.5  # nats a token: 4 bits by round to nearest move SmolLM2 by 0.1 to 0.2
 
@@ -61,7 +61,7 @@ def main() -> None:
         if not made.exists():
             quantize(plain, made, args.scheme, head=args.head)
         engines = {name: open_engine(path, "bfloat16", args.eager) for name, path in ((PLAIN, plain), (OURS, made))}
-        prompt = list(LLM.load(made, device="cpu").tokenizer.encode(TEXT))
+        prompt = list(LLM.load(smollm2(), device="cpu").tokenizer.encode(TEXT))
         expected, found = (logprobs(engines[name], prompt) for name in (PLAIN, OURS))
         difference = statistics.fmean(abs(a - b) for a, b in zip(found, expected, strict=True))
         if difference > CHECKED:

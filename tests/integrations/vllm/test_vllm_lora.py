@@ -21,7 +21,7 @@ LINEARS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 
 
 def write_adapter(to: Path, plain: Path) -> Path:
-    """Write a random adapter of the attention's and the MLP's linears in peft's format, and a model that has it merged."""
+    """Write a random adapter in peft's format; return a model that has it merged."""
     random = torch.Generator().manual_seed(5)
     tensors = safetensors.torch.load_file(plain / "model.safetensors")
     adapter = {}

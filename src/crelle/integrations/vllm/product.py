@@ -154,7 +154,7 @@ def handle_of(layer: Layer) -> Tensor:
 
 # A function straight in the dispatcher's table: `torch.library.custom_op` wraps it for autograd, which vLLM never asks
 # for, and takes 8 us a call longer: 1 ms of a step of SmolLM2, whose products take 4.
-_LIBRARY = torch.library.Library("crelle", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("crelle", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _define(signature: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:

@@ -90,7 +90,7 @@ def test_matmul_matches_oracle(isa: str, kind: str, P: int, precision: Precision
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("P", range(1, 9))
 def test_many_rows_match_oracle(isa: str, kind: str, P: int, precision: Precision) -> None:
-    """Prefill: from 24 rows on AMX multiplies tiles (codes from more rows on); 24, 40 and 65 rows fill them differently."""
+    """Prefill: from 24 rows on AMX multiplies tiles, codes later; 24, 40 and 65 rows fill them differently."""
     shapes = SHAPES if isa.startswith("amx") else SHAPES[:2]
     for i, (N, K, G) in enumerate(shapes):
         w = weight(kind, N, K, P, G, bias=i % 2 == 1, dtype=torch.float32 if i % 3 == 0 else torch.float16)

@@ -200,12 +200,12 @@ namespace {
 constexpr int kRows = 24;
 
 constexpr Gemm amx_gemm(int int8_group, int (*rows_of)(const Weight &, Precision) = nullptr) {
-  return {kRows,     int8_group,    amx::takes,     amx::tiles, amx::pack_bytes, amx::pack,
-          amx::run, amx::pack_tile, amx::run_tiles, rows_of};
+  return {kRows,     int8_group, amx::takes,     amx::tiles,     amx::pack_bytes,
+          amx::pack, amx::run,   amx::pack_tile, amx::run_tiles, rows_of};
 }
 
-// amx_codes.h unpacks codes for every 16 rows of x anew, but splits nothing into two bf16. Its times over those of tiles,
-// 3072 x 576 in groups of 64, 24 to 256 rows: 0.31 to 0.51 at 4 bits exact; 8 bits, 49152 x 576: 0.43 to 1.35.
+// amx_codes.h unpacks codes for every 16 rows of x anew, but splits nothing into two bf16. Its times over those of
+// tiles, 3072 x 576 in groups of 64, 24 to 256 rows: 0.31 to 0.51 at 4 bits exact; 8 bits, 49152 x 576: 0.43 to 1.35.
 int rows_of_codes(const Weight &w, Precision p) {
   if (w.stream != Stream::Nibbles && w.stream != Stream::Bytes) return kRows;
   if (p == Precision::Int8) return 48;
