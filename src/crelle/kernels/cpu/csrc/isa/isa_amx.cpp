@@ -204,12 +204,14 @@ constexpr Gemm amx_gemm(int int8_group, int (*rows_of)(const Weight &, Precision
           amx::pack, amx::run,   amx::pack_tile, amx::run_tiles, rows_of};
 }
 
-// amx_codes.h unpacks codes for every 16 rows of x anew, but splits nothing into two bf16. Its times over those of
-// tiles, 3072 x 576 in groups of 64, 24 to 256 rows: 0.31 to 0.51 at 4 bits exact; 8 bits, 49152 x 576: 0.43 to 1.35.
+// amx_codes.h unpacks codes anew for every 16 rows of x and scales sums group by group, but splits nothing into two
+// bf16. 24 to 64 rows of 3072 x 576 take 0.3 to 0.5 of the time of tiles, groups of 64, exact; from these rows on as
+// long.
 int rows_of_codes(const Weight &w, Precision p) {
   if (w.stream != Stream::Nibbles && w.stream != Stream::Bytes) return kRows;
-  if (p == Precision::Int8) return 48;
-  return w.stream == Stream::Nibbles ? 512 : 96;
+  const bool nibbles = w.stream == Stream::Nibbles, wide = w.partition.G >= 64;
+  if (p == Precision::Int8) return nibbles && wide ? 64 : 32;
+  return !nibbles ? 96 : wide ? 256 : 128;
 }
 }  // namespace
 
