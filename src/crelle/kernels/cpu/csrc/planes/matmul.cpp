@@ -99,7 +99,7 @@ struct Floats {
 
   Floats(Buffer &kept, size_t n) {
     if (n > kKeptFloats) {
-      own = std::make_unique_for_overwrite<float[]>(n);
+      own.reset(new float[n]);
     } else {
       kept.grow(n * sizeof(float));
     }
