@@ -149,13 +149,13 @@ def write_all(to: Path, layers: int) -> dict[str, tuple[Path, str]]:
     return made | {"vllm compressed-tensors w4a8": (w4a8, "float32")}
 
 
-def logprobs(llm: Any) -> list[float]:
-    """Return the log-probability of each token of the prompt but the first."""
+def logprobs(llm: Any, prompt: list[int] = PROMPT) -> list[float]:
+    """Return the log-probability of each token of a prompt but the first."""
     from vllm import SamplingParams, TokensPrompt
 
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    out = llm.generate([TokensPrompt(prompt_token_ids=PROMPT)], asked, use_tqdm=False)[0]
-    return [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], PROMPT[1:], strict=True)]
+    out = llm.generate([TokensPrompt(prompt_token_ids=prompt)], asked, use_tqdm=False)[0]
+    return [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], prompt[1:], strict=True)]
 
 
 def seconds_a_step(llm: Any, batch: int) -> tuple[float, float]:

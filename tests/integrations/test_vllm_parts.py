@@ -1,6 +1,7 @@
 """What the vLLM plugin does without vLLM: matrices that come in parts, shares of ranks, products of a layer."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from crelle.errors import FormatError, SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor, format_of
 from crelle.integrations.vllm import arrival as arrival_module
 from crelle.integrations.vllm.arrival import Arrival, Share, arrival, fused_shares
-from crelle.integrations.vllm.product import Experts, Product, Settings, Table, handle_of
+from crelle.integrations.vllm.product import Experts, Product, Settings, Table, handle_of, log_kernels
 from crelle.kernels import cpu
 
 BCQ = {"format": "bcq", "bits": 3, "group": 32, "bias": True}
@@ -117,11 +118,35 @@ def test_ops_trace_without_knowing_their_layer() -> None:
         assert torch.equal(compiled(x, handle_of(product)), product(x) + 1)
 
 
-def test_a_table_looks_up_rows() -> None:
-    table = Table(random(UNIFORM))
-    tokens = torch.tensor([[3, 3], [0, 63]])
-    found = torch.ops.crelle.lookup(tokens, handle_of(table), 128, torch.bfloat16)
-    assert torch.equal(found, table.weight.dequantize(torch.bfloat16)[tokens])
+@pytest.mark.parametrize("kind", [UNIFORM, BCQ, NESTED, DENSE], ids=lambda kind: kind["format"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_table_looks_up_rows(kind: Mapping[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = random(kind)
+    monkeypatch.setattr(torch, "empty", partial(torch.empty, dtype=torch.bfloat16))  # vLLM loads with this default
+    table = Table(w, Product([w], torch.bfloat16) if tied else None)
+    for tokens in (torch.tensor([[3, 3], [0, 63]]), torch.tensor([5], dtype=torch.int32)):
+        found = torch.ops.crelle.lookup(tokens, handle_of(table), 128, torch.float32)
+        torch.testing.assert_close(found, w.dequantize()[tokens.long()], rtol=1e-6, atol=1e-7)
+
+
+def test_a_tied_table_keeps_no_copy() -> None:
+    w = random(UNIFORM)
+    product = Product([w], torch.bfloat16)
+    table = Table(w, product)
+    assert table.weight is None
+    assert table.prepared is product.prepared[0]
+
+
+def test_kernels_are_logged_once_for_all_layers_that_agree(caplog: pytest.LogCaptureFixture) -> None:
+    arrival_module._said.clear()
+    with caplog.at_level("INFO", "vllm.crelle"):
+        for i in range(3):
+            names = [f"model.layers.{i}.self_attn.{n}_proj" for n in "qkv"]
+            log_kernels(names, Product([random(UNIFORM)] * 2 + [random(DENSE)], torch.float32))
+    assert caplog.messages == [
+        "q_proj, k_proj, v_proj: uniform, 4 bits, by Crelle's kernel 'cpu'",
+        "q_proj, k_proj, v_proj: dense, 16 bits, by Crelle's kernel 'dense'",
+    ]
 
 
 def test_a_layer_that_is_gone_is_said_to_be() -> None:

@@ -19,12 +19,15 @@ os.dup2(2, 1)
 def run(job: dict[str, Any]) -> list[list[int]]:
     """Return the greedy tokens behind each prompt, a text or tokens."""
     from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.lora.request import LoRARequest
 
     plain = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 26, "max_model_len": 96, "enforce_eager": True}
     llm = LLM(model=job["model"], **plain | job.get("options", {}))
     prompts = [p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p) for p in job["prompts"]]
     greedy = SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True, detokenize=False)
-    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, greedy, use_tqdm=False)]
+    adapter = LoRARequest("adapter", 1, job["adapter"]) if "adapter" in job else None
+    answers = llm.generate(prompts, greedy, use_tqdm=False, lora_request=adapter)
+    return [list(out.outputs[0].token_ids) for out in answers]
 
 
 def main() -> None:

@@ -124,12 +124,12 @@ def require_same(
     assert compared > 0.98 * len(prompts) * TOKENS
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
-def test_experts_equal_dequantized_ones(family: str, tmp_path: Path) -> None:
-    """Crelle runs no mixtures itself: the reference is vLLM with the values that the codes stand for."""
+@pytest.mark.parametrize(("family", "bits"), [("Mixtral", 2), ("Mixtral", 3), ("Qwen3Moe", 3), ("Qwen3Moe", 4)])
+def test_experts_equal_dequantized_ones(family: str, bits: int, tmp_path: Path) -> None:
+    """The reference is vLLM with the values that the codes stand for: it routes as the quantized model does."""
     source = write_random(tmp_path / "source", family)
     overrides = {"*.1.*": "rtn:bits=4,group=32"}  # experts and layers differ in their formats
-    quantize(source, tmp_path / "q", "bcq:bits=3,group=32,rounds=2", overrides=overrides)
+    quantize(source, tmp_path / "q", f"bcq:bits={bits},group=32,rounds=2", overrides=overrides)
     plain = write_dequantized(tmp_path / "q", tmp_path / "plain")
     options = {"skip_tokenizer_init": True}
     jobs = [{"model": str(m), "prompts": IDS, "tokens": TOKENS, "options": options} for m in (tmp_path / "q", plain)]

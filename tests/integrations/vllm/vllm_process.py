@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-Job = dict[str, Any]  # model, prompts, tokens, options: see serve_many.py
+Job = dict[str, Any]  # model, prompts, tokens, options, adapter: see serve_many.py
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -51,7 +51,7 @@ class Share:
         N, K = w.shape
         if self.ranks > N:
             raise UnsupportedError(f"{self.ranks} ranks cannot share {N} rows, nor the inputs: {reason}")
-        _say_once(f"inputs cannot be split over ranks ({reason}): ranks gather them, and split the rows instead")
+        say_once(f"inputs cannot be split over ranks ({reason}): ranks gather them, and split the rows instead")
         return Share(slice(N * self.rank // self.ranks, N * (self.rank + 1) // self.ranks), slice(0, K))
 
     def placed(self, y: Tensor, N: int) -> Tensor:
@@ -109,7 +109,8 @@ class Arrival:
 _said: set[str] = set()
 
 
-def _say_once(sentence: str) -> None:
+def say_once(sentence: str) -> None:
+    """Log a sentence, unless this process has."""
     if sentence not in _said:
         _said.add(sentence)
         logging.getLogger("vllm.crelle").info(sentence)

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from crelle.formats.base import Spec, shape_of
 from crelle.integrations.vllm.arrival import Arrival, Share
 from crelle.integrations.vllm.linear import forget, receive, use_vllm_threads
-from crelle.integrations.vllm.product import Product, Settings, Table, handle_of
+from crelle.integrations.vllm.product import Product, Settings, Table, handle_of, log_kernels
 
 
 class CrelleEmbeddingMethod(QuantizeMethodBase):
@@ -47,12 +47,16 @@ class CrelleEmbeddingMethod(QuantizeMethodBase):
         weight = layer.arrivals[0].require()[0].to(device)
         del layer.arrivals
         use_vllm_threads()
-        if self.looks_up:
-            layer.table = Table(weight)
-            layer.register_buffer("table_handle", handle_of(layer.table), persistent=False)
+        product = None
         if self.multiplies:
-            layer.product = Product([weight], layer.params_dtype, self.settings.kernel)
+            product = layer.product = Product([weight], layer.params_dtype, self.settings.kernel)
             layer.register_buffer("product_handle", handle_of(layer.product), persistent=False)
+            log_kernels(["lm_head" if self.module.endswith("lm_head") else "head (tied)"], product)
+        # vLLM's LoRA layers read the device of a weight.
+        layer.register_buffer("weight", torch.empty(0, device=device), persistent=False)
+        if self.looks_up:
+            layer.table = Table(weight, product)
+            layer.register_buffer("table_handle", handle_of(layer.table), persistent=False)
 
     def embedding(self, layer: Any, tokens: Tensor) -> Tensor:
         dtype = layer.params_dtype
@@ -61,4 +65,5 @@ class CrelleEmbeddingMethod(QuantizeMethodBase):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         y: Tensor = torch.ops.crelle.layer(x, layer.product_handle, layer.product.N)
         y = y if bias is None else y + bias[: layer.product.N]
-        return nn.functional.pad(y, (0, layer.num_embeddings_per_partition - layer.product.N))
+        padding = layer.num_embeddings_per_partition - layer.product.N
+        return y if not padding else nn.functional.pad(y, (0, padding))  # a pad by nothing copies

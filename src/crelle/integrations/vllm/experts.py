@@ -19,7 +19,7 @@ from crelle.errors import UnsupportedError
 from crelle.formats.base import Spec
 from crelle.integrations.vllm.arrival import Arrival, arrival
 from crelle.integrations.vllm.linear import stand_in, use_vllm_threads
-from crelle.integrations.vllm.product import Experts, Product, Settings, handle_of
+from crelle.integrations.vllm.product import Experts, Product, Settings, handle_of, log_kernels
 
 
 class CrelleExpertsMethod(FusedMoEMethodBase):
@@ -86,6 +86,9 @@ class CrelleExpertsMethod(FusedMoEMethodBase):
         held = sorted({e for e, _ in arrivals})
         pairs = [(product(e, "w1", "w3"), product(e, "w2")) for e in held]
         rows = [arrivals[e, "w2"].gathered for e in held]
+        for into, down in pairs:
+            log_kernels(["experts, in"], into)
+            log_kernels(["experts, out"], down)
         if any(rows) and self.moe.moe_parallel_config.tp_size != get_tensor_model_parallel_world_size():
             raise UnsupportedError(
                 "the inputs of these experts cannot be split over ranks of data parallel: use --enable-expert-parallel"

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from crelle.errors import FormatError
 from crelle.formats.base import Spec, shape_of
 from crelle.integrations.vllm.arrival import Arrival, arrival, fused_shares
-from crelle.integrations.vllm.product import Product, Settings, handle_of
+from crelle.integrations.vllm.product import Product, Settings, handle_of, log_kernels
 from crelle.kernels import cpu
 
 # Of stored tensors that hold no floats; vLLM warns where a parameter has another dtype than what is loaded.
@@ -102,7 +102,10 @@ class CrelleLinearMethod(LinearMethodBase):
         del layer.arrivals
         use_vllm_threads()
         layer.product = Product(weights, layer.params_dtype, self.settings.kernel)
+        log_kernels([module for module, _ in self.modules], layer.product)
         layer.register_buffer("handle", handle_of(layer.product), persistent=False)
+        # vLLM's LoRA layers read the device of a weight.
+        layer.register_buffer("qweight", torch.empty(0, device=device), persistent=False)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         x = x if layer.gathered is None else tensor_model_parallel_all_gather(x)

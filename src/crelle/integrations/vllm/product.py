@@ -19,9 +19,10 @@ from torch import Tensor
 from crelle.errors import SchemeError, UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.parallel import stacked
-from crelle.integrations.vllm.arrival import Share
+from crelle.integrations.vllm.arrival import Share, say_once
 from crelle.kernels import cpu, ops
 from crelle.kernels.base import Prepared
+from crelle.kernels.cpu.kernel import look_up
 from crelle.kernels.handles import by_number, number
 
 
@@ -53,6 +54,8 @@ class Product:
         self.encodes_once = all(ops.shares(first, p) for p in self.prepared)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if len(self.prepared) == 1 and x.dim() == 2:
+            return self.prepared[0].kernel.run(x, self.prepared[0].data)
         rows = x.reshape(-1, x.shape[-1])
         if len(self.prepared) == 1:
             y = self.prepared[0].kernel.run(rows, self.prepared[0].data)
@@ -72,15 +75,34 @@ def _prepare(w: QuantTensor, dtype: torch.dtype, kernel: str | None) -> Prepared
     return ops.prepare(w, dtype, kernel if w.quantized else None)
 
 
-class Table:
-    """Rows of a matrix, dequantized when they are looked up."""
+def log_kernels(modules: Sequence[str], product: Product) -> None:
+    """Log which kernels multiply by a kind of layer: one line for all layers that agree."""
+    kind = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    for p in dict.fromkeys((w.problem.format, f"{w.problem.bits:g}", w.kernel.name) for w in product.prepared):
+        say_once(f"{kind}: {p[0]}, {p[1]} bits, by Crelle's kernel '{p[2]}'")
 
-    def __init__(self, w: QuantTensor) -> None:
-        self.weight = w
+
+class Table:
+    """Rows of a matrix, dequantized when they are looked up.
+
+    product: of a tied head, or none. On a CPU rows are read from what it multiplies by, if a kernel has rows.
+    """
+
+    def __init__(self, w: QuantTensor, product: Product | None = None) -> None:
+        self.weight: QuantTensor | None = w
+        self.prepared: Prepared | None = None
+        if w.quantized and w.device.type == "cpu" and cpu.available() is None:
+            known = product.prepared if product is not None else [_prepare(w, torch.float32, None)]
+            if len(known) == 1 and look_up(torch.zeros(1, dtype=torch.int64), known[0], torch.float32) is not None:
+                self.prepared, self.weight = known[0], None
 
     def __call__(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        rows = self.weight.rows(tokens.flatten()).dequantize(dtype)  # [tokens, K]
-        return rows.reshape(*tokens.shape, -1)
+        if self.prepared is not None:
+            rows = look_up(tokens.flatten(), self.prepared, dtype)
+        if self.weight is not None:
+            rows = self.weight.rows(tokens.flatten()).dequantize(dtype)
+        assert rows is not None
+        return rows.reshape(*tokens.shape, -1)  # [tokens, K]
 
 
 class Experts:
@@ -130,34 +152,43 @@ def handle_of(layer: Layer) -> Tensor:
     return torch.tensor(number(layer), dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("crelle::layer", mutates_args=())
-def layer(x: Tensor, handle: Tensor, N: int) -> Tensor:
-    """Return x [..., K] @ W.T as [..., N]."""
+# A function straight in the dispatcher's table: `torch.library.custom_op` wraps it for autograd, which vLLM never asks
+# for, and takes 8 us a call longer: 1 ms of a step of SmolLM2, whose products take 4.
+_LIBRARY: Any = torch.library.Library("crelle", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _define(signature: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+    _LIBRARY.define(signature)
+    name = signature.partition("(")[0]
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, run, key)
+    torch.library.register_fake(f"crelle::{name}", fake, lib=_LIBRARY)
+
+
+def _layer(x: Tensor, handle: Tensor, N: int) -> Tensor:
     return by_number(int(handle), Product)(x)
 
 
-@layer.register_fake
-def _(x: Tensor, handle: Tensor, N: int) -> Tensor:
+def _layer_fake(x: Tensor, handle: Tensor, N: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], N)
 
 
-@torch.library.custom_op("crelle::lookup", mutates_args=())
-def lookup(tokens: Tensor, handle: Tensor, K: int, dtype: torch.dtype) -> Tensor:
-    """Return the rows [..., K] of some tokens."""
+def _lookup(tokens: Tensor, handle: Tensor, K: int, dtype: torch.dtype) -> Tensor:
     return by_number(int(handle), Table)(tokens, dtype)
 
 
-@lookup.register_fake
-def _(tokens: Tensor, handle: Tensor, K: int, dtype: torch.dtype) -> Tensor:
+def _lookup_fake(tokens: Tensor, handle: Tensor, K: int, dtype: torch.dtype) -> Tensor:
     return tokens.new_empty(*tokens.shape, K, dtype=dtype)
 
 
-@torch.library.custom_op("crelle::experts", mutates_args=())
-def experts(x: Tensor, weights: Tensor, ids: Tensor, handle: Tensor) -> Tensor:
-    """Return the weighted sum of each token's experts."""
+def _experts(x: Tensor, weights: Tensor, ids: Tensor, handle: Tensor) -> Tensor:
     return by_number(int(handle), Experts)(x, weights, ids)
 
 
-@experts.register_fake
-def _(x: Tensor, weights: Tensor, ids: Tensor, handle: Tensor) -> Tensor:
+def _experts_fake(x: Tensor, weights: Tensor, ids: Tensor, handle: Tensor) -> Tensor:
     return torch.empty_like(x)
+
+
+_define("layer(Tensor x, Tensor handle, SymInt N) -> Tensor", _layer, _layer_fake)
+_define("lookup(Tensor tokens, Tensor handle, SymInt K, ScalarType dtype) -> Tensor", _lookup, _lookup_fake)
+_define("experts(Tensor x, Tensor weights, Tensor ids, Tensor handle) -> Tensor", _experts, _experts_fake)

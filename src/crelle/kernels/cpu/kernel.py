@@ -24,10 +24,11 @@ from crelle.formats.fp4 import Fp4Tensor, Mxfp4Tensor, Nvfp4Tensor
 from crelle.formats.mixed import MixedTensor
 from crelle.formats.trellis import TrellisTensor
 from crelle.formats.wrappers.rotated import RotatedTensor
-from crelle.kernels.base import Encoded, FloatInput, Problem, floats, takes_floats
+from crelle.kernels.base import Encoded, FloatInput, Prepared, Problem, floats, takes_floats
 from crelle.kernels.cpu import available, core
 
 Precision = Literal["exact", "int8"]
+_ROW_BY_ROW = tuple(t.format for t in (BCQTensor, UniformTensor, AffineTensor))
 _FORMATS = tuple(
     t.format for t in (BCQTensor, UniformTensor, AffineTensor, MixedTensor, TrellisTensor, Mxfp4Tensor, Nvfp4Tensor)
 )
@@ -81,10 +82,34 @@ class Cpu(FloatInput):
         return CpuWeight(data, self.precision)
 
     def run(self, x: Tensor | Encoded, prepared: CpuWeight) -> Tensor:
-        x = floats(x)
-        y = torch.empty(x.shape[0], prepared.data.shape[0], dtype=torch.float32)  # [M, N]
-        core().matmul(numpy_of(x.detach().float()), prepared.data, y.numpy(), prepared.precision)
-        return y.to(x.dtype)
+        return multiply(floats(x), prepared)
+
+
+def multiply(x: Tensor, w: CpuWeight) -> Tensor:
+    """Return x [M, K] @ W.T as [M, N] in x.dtype: C++ widens and rounds f16 and bf16 next to the products."""
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    x = x.detach() if half or x.dtype == torch.float32 else x.detach().float()
+    y = torch.empty(x.shape[0], w.data.shape[0], dtype=x.dtype)
+    if half:
+        bf16 = x.dtype == torch.bfloat16
+        core().matmul_half(_bits(x.contiguous()), w.data, _bits(y), w.precision, bf16)
+    else:
+        core().matmul(numpy_of(x), w.data, y.numpy(), w.precision)
+    return y
+
+
+def look_up(rows: Tensor, w: Prepared, dtype: torch.dtype) -> Tensor | None:
+    """Return some rows [M, K] of a prepared weight, dequantized in C++; None if it is not laid out row by row."""
+    if not isinstance(w.data, CpuWeight) or w.problem.format not in _ROW_BY_ROW or w.problem.rotated:
+        return None
+    out = torch.empty(len(rows), w.problem.K, dtype=torch.float32)
+    w.data.data.dequantize_rows(numpy_of(rows.long()), out.numpy())
+    return out.to(dtype)
+
+
+def _bits(t: Tensor) -> Any:
+    """Return f16 or bf16 as an array of integers: numpy has no bf16."""
+    return t.view(torch.uint16).numpy()
 
 
 def _mixed(w: MixedTensor) -> Any:

@@ -90,7 +90,7 @@ def test_matmul_matches_oracle(isa: str, kind: str, P: int, precision: Precision
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("P", range(1, 9))
 def test_many_rows_match_oracle(isa: str, kind: str, P: int, precision: Precision) -> None:
-    """Prefill: from 24 rows on AMX multiplies tiles; 24, 40 and 65 rows fill its tiles differently."""
+    """Prefill: from 24 rows on AMX multiplies tiles, codes later; 24, 40 and 65 rows fill them differently."""
     shapes = SHAPES if isa.startswith("amx") else SHAPES[:2]
     for i, (N, K, G) in enumerate(shapes):
         w = weight(kind, N, K, P, G, bias=i % 2 == 1, dtype=torch.float32 if i % 3 == 0 else torch.float16)
@@ -117,6 +117,36 @@ def test_prepared_weight_holds_the_same_numbers(isa: str, kind: str, dtype: torc
             Cpu().prepare(w, torch.float32).data.dequantize(out.numpy())
             atol = 2e-6 if kind == "affine" else 1e-7  # low and the codes may nearly cancel
             torch.testing.assert_close(out, w.dequantize(), rtol=1e-6, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("P", [2, 4, 8])
+def test_16_bit_inputs_are_widened_and_outputs_rounded_once(isa: str, kind: str, P: int, dtype: torch.dtype) -> None:
+    for N, K, G in ((67, 333, 64), (64, 256, 128)):
+        w = Cpu().prepare(weight(kind, N, K, P, G, bias=True), torch.float32)
+        for M in (1, 3, 17, 70):
+            x = inputs(M, 2 * K).to(dtype)[:, ::2]  # not contiguous
+            x[M // 2, 1] = float("nan")
+            y = Cpu().run(x, w)
+            assert torch.equal(y.isnan().any(1), x.isnan().any(1))
+            expected = product(x.float().contiguous(), w).to(dtype)
+            assert torch.equal(y.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("P", [3, 4, 8])
+def test_rows_are_looked_up(isa: str, kind: str, P: int) -> None:
+    data = Cpu().prepare(weight(kind, 67, 333, P, 64, bias=True), torch.float32).data
+    whole = torch.empty(67, 333)
+    data.dequantize(whole.numpy())
+    for rows in ([66], [3, 0, 3], [i * 5 % 67 for i in range(200)], []):
+        out = torch.full((len(rows), 333), float("nan"))
+        data.dequantize_rows(torch.tensor(rows, dtype=torch.int64).numpy(), out.numpy())
+        assert torch.equal(out, whole[torch.tensor(rows, dtype=torch.int64)])
+    for beyond in (-1, 67):
+        with pytest.raises(ValueError, match="rows must be among those of the weight"):
+            data.dequantize_rows(torch.tensor([0, beyond]).numpy(), torch.empty(2, 333).numpy())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,12 +191,13 @@ def test_codes_as_tiles_have_the_bits_of_single_rows(
     isa: str, P: int, K: int, G: int, bias: bool, precision: Precision
 ) -> None:
     """Groups that end within a tile or a segment, outputs that end within a block, scales of 16 and 32 bits."""
+    most = 31 if isa == "amx" else 16  # the other sets of AMX have tiles for 24 and more
     for N, dtype in ((50, torch.float16), (33, torch.float32)):
         w = Cpu(precision).prepare(weight("uniform", N, K, P, G, bias=bias, dtype=dtype), torch.float32)
-        x = inputs(16, K)
+        x = inputs(most, K)
         x[3] = 0
         rows = torch.cat([product(row[None].contiguous(), w) for row in x])
-        for M in (16, 9, 8, 5):
+        for M in (most, 16, 9, 8, 5):
             assert torch.equal(product(x[:M], w), rows[:M])
 
 

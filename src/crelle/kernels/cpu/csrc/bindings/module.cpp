@@ -120,12 +120,26 @@ Weight py_prepare_mixed(int K, int block, In<uint8_t, 1> four, In<uint8_t, 3> co
   return prepare_mixed(s, isa());
 }
 
-void py_matmul(In<float, 2> x, const Weight &w, Out<float, 2> y, const std::string &precision) {
+template <class X, class Y>
+void check_product(const X &x, const Weight &w, const Y &y) {
   require(x.shape(1) == size_t(w.K), "x must be [M, K]");
   require(y.shape(0) == x.shape(0) && y.shape(1) == size_t(w.N), "y must be [M, N]");
+}
+
+void py_matmul(In<float, 2> x, const Weight &w, Out<float, 2> y, const std::string &precision) {
+  check_product(x, w, y);
   const Precision p = precision_of(precision);
   nb::gil_scoped_release release;
   matmul(x.data(), int(x.shape(0)), w, y.data(), p);
+}
+
+// numpy has no bf16: arrays of 16 bits come as integers.
+void py_matmul_half(In<uint16_t, 2> x, const Weight &w, Out<uint16_t, 2> y, const std::string &precision, bool bf16) {
+  check_product(x, w, y);
+  const Precision p = precision_of(precision);
+  nb::gil_scoped_release release;
+  matmul(reinterpret_cast<const uint8_t *>(x.data()), bf16 ? DType::BF16 : DType::F16, int(x.shape(0)), w,
+         reinterpret_cast<uint8_t *>(y.data()), p);
 }
 
 // Activations that threads of Python may share: who prepares them anew waits until no thread multiplies by them. The
@@ -164,6 +178,20 @@ void py_dequantize(const Weight &w, Out<float, 2> out) {
   Pool::get().run([&](int t, int n) {
     for (int r = part(w.N, t, n); r < part(w.N, t + 1, n); ++r) dequantize_row(w, r, out.data() + size_t(r) * w.K);
   });
+}
+
+void py_dequantize_rows(const Weight &w, In<int64_t, 1> rows, Out<float, 2> out) {
+  require(out.shape(0) == rows.shape(0) && out.shape(1) == size_t(w.K), "out must be [rows, K]");
+  const int M = int(rows.shape(0));
+  const std::vector<int64_t> which(rows.data(), rows.data() + M);  // what is checked is what is used
+  require(std::all_of(which.begin(), which.end(), [&](int64_t n) { return n >= 0 && n < w.N; }),
+          "rows must be among those of the weight");
+  nb::gil_scoped_release release;
+  const auto read = [&](int m0, int m1) {
+    for (int m = m0; m < m1; ++m) dequantize_row(w, int(which[m]), out.data() + size_t(m) * w.K);
+  };
+  if (M < 16) return read(0, M);
+  Pool::get().run([&](int t, int n) { read(part(M, t, n), part(M, t + 1, n)); });
 }
 
 const char *py_tiles(const Weight &w, const std::string &precision) {
@@ -211,7 +239,8 @@ NB_MODULE(_core, m) {
       .def("tiles", &py_tiles, "precision"_a,
            "What many rows of x are multiplied as: 'int8', 'bf16' or 'f32' tiles, or 'none'.")
       .def("read", &py_read, "Read the whole stream and do nothing with it: the roofline of a product.")
-      .def("dequantize", &py_dequantize, "out"_a.noconvert());
+      .def("dequantize", &py_dequantize, "out"_a.noconvert())
+      .def("dequantize_rows", &py_dequantize_rows, "rows"_a.noconvert(), "out"_a.noconvert());
 
   nb::class_<SharedActivations>(m, "Activations", "x encoded as integers once, for every weight that fits.")
       .def(nb::init<>())
@@ -229,6 +258,8 @@ NB_MODULE(_core, m) {
         "codes4"_a.noconvert(), "scale_codes"_a.noconvert(), "zeros"_a.noconvert(), "second_zeros"_a.noconvert(),
         "second_scale"_a.noconvert(), "row"_a.none() = nb::none(), "outliers"_a.none() = nb::none());
   m.def("matmul", &py_matmul, "x"_a.noconvert(), "weight"_a, "y"_a.noconvert(), "precision"_a);
+  m.def("matmul_half", &py_matmul_half, "x"_a.noconvert(), "weight"_a, "y"_a.noconvert(), "precision"_a, "bf16"_a,
+        "The same for x and y of 16 bits, as uint16: bf16, or f16.");
 
   bind_timing(m);
   bind_decoder(m);

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cassert>
 #include <limits>
+#include <memory>
 #include <vector>
 
 namespace crelle::cpu {
@@ -86,6 +87,28 @@ void encode_rows(Activations &a, const Weight &w, const float *x, size_t ldx, in
     if (a.factor(m) == 0.0f) encode_unusual(a, w, x + size_t(m) * ldx, m);
 }
 
+namespace {
+
+// Keeps the floats of a product of 16 bits, as far as they are few: a large block of memory that is asked for in every
+// call is new pages in every call.
+constexpr size_t kKeptFloats = size_t{4} << 20;
+
+struct Floats {
+  std::unique_ptr<float[]> own;
+  float *data;
+
+  Floats(Buffer &kept, size_t n) {
+    if (n > kKeptFloats) {
+      own.reset(new float[n]);
+    } else {
+      kept.grow(n * sizeof(float));
+    }
+    data = own ? own.get() : floats_of(kept);
+  }
+};
+
+}  // namespace
+
 void prepare_activations(Activations &a, const float *x, int M, const Weight &w, Precision precision) {
   a.shape(w, M, precision);
   if (M == 1) return encode_rows(a, w, x, w.K, 0, 1);
@@ -153,7 +176,7 @@ void matmul_tiles(const float *x, int M, const Weight &w, float *y, Precision pr
 
 void matmul(const float *x, int M, const Weight &w, float *y, Precision precision) {
   const Gemm *gemm = gemm_of(w, precision);
-  matmul(x, M, w, y, precision, gemm && M >= gemm->rows);
+  matmul(x, M, w, y, precision, gemm && gemm->is_faster(w, precision, M));
 }
 
 void matmul(const float *x, int M, const Weight &w, float *y, Precision precision, bool by_tiles) {
@@ -170,6 +193,47 @@ void matmul(const float *x, int M, const Weight &w, float *y, Precision precisio
     }
     prepare_activations(a, xm, rows, w, precision);
     matmul(w, a, ym, w.N);
+  }
+}
+
+void matmul(const uint8_t *x, DType type, int M, const Weight &w, uint8_t *y, Precision precision) {
+  static thread_local Activations scratch;
+  static thread_local Buffer x_floats, y_floats;
+  Activations &a = scratch;
+  const Ops &ops = ops_of(*w.isa);
+  const Gemm *gemm = gemm_of(w, precision);
+  const bool by_tiles = gemm && gemm->is_faster(w, precision, M);
+  const int at_once = std::min(M, by_tiles ? 1024 : rows_at_once(w));
+  const size_t size = size_of(type), K = w.K, N = w.N;
+  const Floats xs(x_floats, at_once * K), ys(y_floats, at_once * N);
+  float *const xf = xs.data, *const yf = ys.data;
+  for (int m = 0; m < M; m += at_once, x += at_once * K * size, y += at_once * N * size) {
+    const int rows = std::min(at_once, M - m);
+    const auto widen = [&](int m0, int m1) { ops.load(type, x + m0 * K * size, xf + m0 * K, int((m1 - m0) * K)); };
+    const auto narrow = [&](int row0, int row1) {
+      for (int i = 0; i < rows && row0 < row1; ++i)
+        ops.store(type, yf + i * N + row0, y + (i * N + row0) * size, row1 - row0);
+    };
+    if (by_tiles) {
+      Pool::get().run([&](int t, int n) { widen(part(rows, t, n), part(rows, t + 1, n)); });
+      matmul_tiles(xf, rows, w, yf, precision);
+      Pool::get().run([&](int t, int n) { narrow(part(w.N, t, n), part(w.N, t + 1, n)); });
+      continue;
+    }
+    a.shape(w, rows, precision);
+    const auto encode = [&](int m0, int m1) {
+      widen(m0, m1);
+      encode_rows(a, w, xf, K, m0, m1);
+    };
+    if (rows == 1)
+      encode(0, 1);
+    else
+      Pool::get().run([&](int t, int n) { encode(part(rows, t, n), part(rows, t + 1, n)); });
+    Pool::get().run([&](int t, int n) {
+      const auto [row0, row1] = rows_of_thread(w, t, n);
+      matmul_rows(w, a, yf, N, row0, row1);
+      narrow(row0, row1);
+    });
   }
 }
 

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <utility>
 
+#include "decoder/ops.h"
 #include "planes/activations.h"
 #include "isa/isa.h"
 #include "base/pool.h"
@@ -42,5 +43,8 @@ void matmul(const float *x, int M, const Weight &w, float *y, Precision precisio
 
 // The same by tiles where there are enough rows for them to be faster.
 void matmul(const float *x, int M, const Weight &w, float *y, Precision precision);
+
+// The same for x and y of 16 bits: x is widened, y [M, N] is rounded once, by the threads that encode and multiply.
+void matmul(const uint8_t *x, DType type, int M, const Weight &w, uint8_t *y, Precision precision);
 
 }  // namespace crelle::cpu

@@ -31,6 +31,10 @@ struct Gemm {
   void (*pack_tile)(const Weight &w, const float *x, Precision p, uint8_t *out);
   void (*run_tiles)(const Weight &w, const uint8_t *packed, int tiles, Precision p, float *y, size_t pitch, bool add,
                     int b0, int b1);
+  // As `rows`, where that depends on the weight: where the instruction set has tiles for few rows too. Null: `rows`.
+  int (*rows_of)(const Weight &w, Precision p) = nullptr;
+
+  bool is_faster(const Weight &w, Precision p, int M) const { return M >= (rows_of ? rows_of(w, p) : rows); }
 };
 
 extern const Gemm kF32Generic;
