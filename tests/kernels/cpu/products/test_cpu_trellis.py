@@ -96,7 +96,7 @@ def test_any_order_and_rotated_outputs_match_f64(isa: str, N: int, K: int, block
 
 
 def test_rotated_inputs_have_the_bits_of_the_reference(isa: str) -> None:
-    """x that is rotated by torch first, times the matrix without its rotation."""
+    """Inputs that torch rotates first, times the matrix without its rotation."""
     for K, block in ((576, 576), (576, 64), (600, 24), (1536, 1536), (1120, 280)):
         w, x = weight(40, K, 3.0, "pair", block), inputs(5, K)
         assert torch.equal(product(x, w), product(w.rotation(x), w.inner))
