@@ -58,6 +58,12 @@ def test_products_are_those_of_the_matrix(order: int) -> None:
     assert torch.equal(hadamard_blocks(x[1:2], order), y[1:2]), "a row's bits depend on nothing else"
 
 
+def test_nothing_is_left_as_it_is() -> None:
+    assert hadamard_blocks(torch.empty(3, 0)).shape == (3, 0)
+    x = torch.randn(3, 7)
+    assert torch.equal(hadamard_blocks(x), x), "blocks of one channel"
+
+
 def test_known_orders_divide_and_ascend() -> None:
     for channels in (1, 7, 96, 288, 576, 1536, 11008, 49152):
         found = known_orders(channels)

@@ -75,7 +75,7 @@ def hadamard_blocks(x: Tensor, block: int | None = None) -> Tensor:
     """
     x = x if x.dtype == torch.float64 else x.float()
     shape, block = x.shape, block_size(x.shape[-1]) if block is None else block
-    p = paley_order(block)
+    p = paley_order(max(1, block))
     assert p is not None, f"no Hadamard matrix of order {block}"
     for step in (1 << i for i in range((block // p).bit_length() - 1)):
         a, b = x.reshape(*shape[:-1], shape[-1] // (2 * step), 2, step).unbind(-2)  # [..., D/2/step, step]
