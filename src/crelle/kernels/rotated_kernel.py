@@ -33,7 +33,7 @@ class Rotated(NamedTuple):
 
     def undone(self, y: Tensor) -> Tensor:
         """Return y [M, N] without the rotation of outputs, in its dtype: sums are f32."""
-        if self.outputs is None:
+        if self.outputs is None or self.out_signs is None:
             return y
         return (hadamard_blocks(y, self.outputs.block) * self.out_signs).to(y.dtype)
 

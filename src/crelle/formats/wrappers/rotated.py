@@ -130,7 +130,7 @@ class RotatedTensor(WrappedTensor):
             if step == 1 and begin < end and not any(at % outputs.block or at % 8 for at in (begin, end) if at < N):
                 return replace(self, inner=self.inner.rows(which), outputs=outputs.part(begin, end))
         wanted = torch.arange(N, device=self.device)[which]
-        blocks = (wanted // outputs.block).unique()
+        blocks = (wanted // outputs.block).unique()  # type: ignore[no-untyped-call]
         needed = (blocks[:, None] * outputs.block + torch.arange(outputs.block, device=self.device)).flatten()
         w = self.rotation.undone(self.inner.rows(needed).dequantize())  # [rows of these blocks, K]
         w = hadamard_blocks(w.T, outputs.block).T * outputs.signs()[needed, None]

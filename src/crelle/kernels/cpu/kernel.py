@@ -101,7 +101,8 @@ def _mixed(w: MixedTensor) -> Any:
 
 
 def _trellis(w: TrellisTensor | RotatedTensor) -> Any:
-    inner, inputs, outputs = w, None, None
+    inner: QuantTensor = w
+    inputs, outputs = None, None
     if isinstance(w, RotatedTensor):
         inner, inputs, outputs = w.inner, _rotation(w.rotation), _rotation(w.outputs)
     if not isinstance(inner, TrellisTensor):
