@@ -41,6 +41,7 @@ SCHEMES = (
     "mxfp4",
     "trellis:bits=1.5",
     "trellis:bits=3,rotate=false",
+    "trellis:bits=2,rotate_outputs=true,hadamard=any",
 )
 
 

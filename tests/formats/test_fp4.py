@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from crelle import LLM, Sampling, quantize
-from crelle.errors import CrelleError, FormatError, SchemeError
+from crelle.errors import CrelleError, FormatError, SchemeError, UnsupportedError
 from crelle.formats.base import bits_per_weight
 from crelle.formats.exporters.compressed_tensors import CompressedTensorsLayout
 from crelle.formats.exporters.directory import export_directory
 from crelle.formats.fp4 import E4M3, LEVELS, Fp4Tensor, Mxfp4Tensor, Nvfp4Tensor
+from crelle.formats.parallel import columns
 from crelle.formats.storage.open import open_weights
 from crelle.kernels import ops
 from crelle.kernels.cpu.fused_decoder import FusedDecoder
@@ -250,7 +251,9 @@ def test_damaged_parts_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
 def test_inputs_are_cut_between_groups() -> None:
     q = parse("mxfp4").fit(torch.randn(4, 96))
     assert isinstance(q, Fp4Tensor)
-    half = q.columns(32, 96)
+    half = columns(q, 32, 96)
     assert isinstance(half, Mxfp4Tensor)
     assert torch.equal(half.dequantize(), q.dequantize()[:, 32:])
-    assert q.columns(16, 96) == "its groups of 32 inputs cannot be cut at 16 and 96"
+    assert q.cut(16) == "that would split a group of 32 inputs"
+    with pytest.raises(UnsupportedError, match="inputs 16 to 95 of 96 cannot be extracted: that would split a group"):
+        columns(q, 16, 96)

@@ -26,9 +26,10 @@ def random(N: int, K: int, bits: float, code: str = "pair", seed: int = 0) -> Tr
     return TrellisTensor.random(spec, torch.Generator().manual_seed(seed))
 
 
-def rotated(inner: Any, block: int | None = None) -> RotatedTensor:
-    rotation = Rotation.random(inner.shape[1], torch.Generator().manual_seed(1))
-    return RotatedTensor(inner, rotation if block is None else Rotation(rotation.packed, rotation.K, block))
+def rotated(inner: Any, block: int | None = None, out_block: int | None = None) -> RotatedTensor:
+    rotation = Rotation.random(inner.shape[1], torch.Generator().manual_seed(1), block)
+    outputs = Rotation.random(inner.shape[0], torch.Generator().manual_seed(2), out_block)
+    return RotatedTensor(inner, rotation, None if out_block is None else outputs)
 
 
 def by_hand(q: TrellisTensor, n: int, k: int) -> float:
@@ -74,7 +75,7 @@ def test_rows_are_cut_in_blocks_and_decoded_elsewhere() -> None:
     assert isinstance(aligned, TrellisTensor)
     assert torch.equal(aligned.dequantize(), w[32:])
     chosen = torch.tensor([99, 3, 3, 64, -1])
-    for which in (slice(5, 60), slice(0, 100, 7), chosen):
+    for which in (slice(5, 60), slice(0, 100, 7), chosen, chosen[:0]):
         assert torch.equal(q.rows(which).dequantize(), w[which])
 
 
@@ -126,15 +127,57 @@ def test_rotated_matrices_are_cut_between_blocks_and_stacked_where_rotated_alike
     assert torch.equal(q.rows(torch.tensor([7, 50])).dequantize(), w[[7, 50]])
 
 
+@pytest.mark.parametrize(("N", "K", "block", "out_block"), [(64, 96, 96, 64), (72, 576, 576, 36), (44, 40, 20, 1)])
+def test_rotated_outputs_and_any_order_change_no_product(N: int, K: int, block: int, out_block: int) -> None:
+    q = rotated(random(N, K, 2), block, out_block)
+    x = torch.randn(3, K, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    assert q.outputs is not None
+    y = q.outputs.undone(q.rotation(x) @ q.inner.dequantize(torch.float64).T)
+    wanted = x @ q.dequantize(torch.float64).T
+    assert (wanted - y).abs().max() < 1e-12 * y.abs().max()
+    assert torch.allclose(q.outputs.undone(q.outputs(y)), y, atol=1e-12)
+    signs = 8 * (-(-K // 8) + -(-N // 8))
+    assert 8 * (nbytes(q) - nbytes(q.inner)) == signs
+    assert RotatedTensor.row_bits(q.spec()) == TrellisTensor.row_bits(q.inner.spec()) + -(-signs // N)
+
+
+def test_rows_of_rotated_outputs_are_whole_blocks_or_decoded() -> None:
+    q = rotated(random(192, 32, 2), 32, 24)
+    w = q.dequantize()
+    whole = q.rows(slice(96, 192))
+    assert isinstance(whole, RotatedTensor)
+    assert torch.allclose(whole.dequantize(), w[96:], atol=1e-7)
+    chosen = torch.tensor([191, 3, 3, 64, -1])
+    for which in (slice(5, 60), slice(0, 192, 7), slice(24, 36), chosen, torch.tensor([], dtype=torch.int64)):
+        assert torch.allclose(q.rows(which).dequantize(), w[which], atol=1e-7)
+    assert torch.allclose(q.rows(slice(0, 192)).dequantize(), w, atol=1e-7)
+
+
+def test_rotated_outputs_are_stacked_and_inputs_of_them_taken() -> None:
+    a, b = rotated(random(64, 64, 2), 32, 32), rotated(random(32, 64, 2, seed=5), 32, 32)
+    both = parallel.stacked([a, b])
+    assert both is not None
+    assert torch.allclose(both.dequantize(), torch.cat([a.dequantize(), b.dequantize()]), atol=1e-7)
+    assert parallel.stacked([a, rotated(random(32, 64, 2), 32, 16)]) is None
+    assert parallel.stacked([a, rotated(random(32, 64, 2), 32)]) is None
+    halves = [parallel.columns(a, 0, 32), parallel.columns(a, 32, 64)]
+    assert torch.allclose(torch.cat([h.dequantize() for h in halves], 1), a.dequantize(), atol=1e-7)
+
+
 def test_products_by_any_kernel_are_those_of_the_dequantized_weight() -> None:
-    for q in (random(96, 70, 3, "mul1"), rotated(random(96, 64, 2))):
+    both = rotated(random(96, 72, 2), 72, 96)
+    for q in (random(96, 70, 3, "mul1"), rotated(random(96, 64, 2)), both):
         x = torch.randn(4, q.shape[1], generator=torch.Generator().manual_seed(4))
         y, wanted = ops.matmul(x, ops.prepare(q, torch.float32)), matmul_fp64(x, q)
         assert (y.double() - wanted).abs().max() < 1e-3 * wanted.abs().max()
 
 
 def test_a_file_gives_back_the_same_bytes(tmp_path: Path) -> None:
-    made = {"a": random(70, 40, 1.5), "b": rotated(random(64, 64, 4, "mul1"))}
+    made = {
+        "a": random(70, 40, 1.5),
+        "b": rotated(random(64, 64, 4, "mul1")),
+        "c": rotated(random(44, 96, 2), 96, 44),
+    }
     with CheckpointWriter(tmp_path / "out", {"recipe": "toy"}) as writer:
         writer.add(shard_name(1, 1), made, {})
         writer.finish({"model_type": "llama"}, "trellis:bits=2", {})
@@ -180,9 +223,15 @@ def test_bad_parts_are_refused_in_a_sentence(change: Any, sentence: str) -> None
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (setting(block=48), "'block' should be a power of two"),
-        (setting(block=2048), "'block' should be a power of two"),
-        (setting(block=0), "'block' should be a power of two"),
+        (setting(block=64), "'block' should be the order of a known Hadamard matrix.* divide 96, but is 64"),
+        (setting(block=6), "'block' should be the order of a known Hadamard matrix"),
+        (setting(block=1 << 40), "'block' should be the order of a known Hadamard matrix"),
+        (setting(block=True), "'block' should be the order of a known Hadamard matrix"),
+        (setting(block=96.0), "'block' should be the order of a known Hadamard matrix"),
+        (setting(block=0), "'block' should be the order of a known Hadamard matrix"),
+        (setting(out_block=3), "'out_block' should be the order of a known Hadamard matrix.* divide 64, but is 3"),
+        (setting(out_block=None), "'out_block' should be the order of a known Hadamard matrix"),
+        (setting(out_block=64), "'out_signs' is missing"),
         (setting(inner=None), "'inner' should be one of"),
         (setting(inner={"format": "rotated", "inner": {"format": "rotated"}}), "'inner' should be one of"),
         (setting(shape=[64, 64]), "the matrix is 64 x 64, but the inner matrix is"),
@@ -203,6 +252,16 @@ def test_a_sign_without_an_input_is_refused() -> None:
     tensors["signs"] = tensors["signs"] | 0x80
     with pytest.raises(FormatError, match="a sign beyond the last of 20 inputs"):
         RotatedTensor.from_parts(q.spec(), tensors)
+    q = rotated(random(36, 16, 2), 16, 36)
+    tensors = q.tensors() | {"out_signs": q.tensors()["out_signs"] | 0x80}
+    with pytest.raises(FormatError, match="a sign beyond the last of 36 outputs"):
+        RotatedTensor.from_parts(q.spec(), tensors)
+
+
+def test_files_without_rotated_outputs_are_as_they_were() -> None:
+    q = rotated(random(64, 96, 2))
+    assert sorted(q.spec()) == ["block", "format", "inner", "shape"]
+    assert sorted(q.tensors()) == ["codes", "scale", "signs"]
 
 
 def test_scales_train_and_small_ones_are_no_subnormals() -> None:

@@ -17,7 +17,7 @@ from crelle.kernels.rotated_kernel import RotatedKernel
 N, K = 40, 192
 
 
-def rotated(form: str, block: int = 64, seed: int = 0) -> RotatedTensor:
+def rotated(form: str, block: int = 64, seed: int = 0, out_block: int | None = None) -> RotatedTensor:
     spec: dict[str, Any] = {"format": form, "shape": [N, K], "bits": 3, "group": 64}
     if form == "uniform":
         spec |= {"symmetric": False}
@@ -25,12 +25,14 @@ def rotated(form: str, block: int = 64, seed: int = 0) -> RotatedTensor:
         spec |= {"bias": True}
     rng = torch.Generator().manual_seed(seed)
     inner = format_of(spec).random(spec, rng)
-    return RotatedTensor(inner, Rotation(Rotation.random(K, rng).packed, K, block))
+    inputs = Rotation.random(K, rng, block)
+    return RotatedTensor(inner, inputs, None if out_block is None else Rotation.random(N, rng, out_block))
 
 
+@pytest.mark.parametrize(("block", "out_block"), [(64, None), (192, None), (96, 20), (64, 8)])
 @pytest.mark.parametrize("form", ["uniform", "bcq"])
-def test_product_is_that_of_the_rotated_matrix(form: str) -> None:
-    w, x = rotated(form), torch.randn(5, K, generator=torch.Generator().manual_seed(1))
+def test_product_is_that_of_the_rotated_matrix(form: str, block: int, out_block: int | None) -> None:
+    w, x = rotated(form, block, out_block=out_block), torch.randn(5, K, generator=torch.Generator().manual_seed(1))
     wanted = x.double() @ w.dequantize(torch.float64).T
     named = [name for name, why in explain(Problem.of(w, torch.float32)) if why is None]
     assert "dequantized" in named
@@ -48,6 +50,14 @@ def test_inputs_are_shared_with_equal_rotations_only() -> None:
     assert ops.shares(prepared[0], prepared[1])
     assert not ops.shares(prepared[0], prepared[2])
     assert not ops.shares(prepared[0], prepared[3])
+
+
+def test_inputs_are_shared_whatever_happens_to_outputs() -> None:
+    kinds = rotated("uniform"), rotated("uniform", out_block=40)
+    one, other = (ops.prepare(w, torch.float32, "dequantized") for w in kinds)
+    assert ops.shares(one, other)
+    x = torch.randn(3, K, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(ops.matmul(ops.encode(x, one), other), ops.matmul(x, other))
 
 
 def test_a_problem_says_that_inputs_are_rotated() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from crelle.errors import FormatError
 from crelle.formats.base import QuantTensor, Spec, expect, register_format, shape_of, take
 from crelle.formats.bcq import UniformTensor, expand_groups
-from crelle.formats.parallel import stack_tensors
+from crelle.formats.parallel import cuts_group, stack_tensors
 from crelle.formats.storage.io import shown
 
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -93,10 +93,12 @@ class Fp4Tensor:
     def rows(self, which: slice | Tensor) -> Self:
         return replace(self, packed=self.packed[which], scale=self.scale[which])
 
-    def columns(self, begin: int, end: int) -> "Self | str":
-        """Return some inputs, or why they cannot be taken out."""
-        if begin % self.size or (end % self.size and end != self.K):
-            return f"its groups of {self.size} inputs cannot be cut at {begin} and {end}"
+    def cut(self, k: int) -> str | None:
+        """Return why no share of the inputs can begin or end at input k; None: it can."""
+        return cuts_group(self.size, self.K, k)
+
+    def columns(self, begin: int, end: int) -> Self:
+        """Return some inputs."""
         groups = slice(begin // self.size, -(-end // self.size))
         codes = self.packed[:, begin // 2 : -(-end // 2)].contiguous()
         return replace(self, packed=codes, K=end - begin, scale=self.scale[:, groups].contiguous())

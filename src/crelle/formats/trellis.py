@@ -111,7 +111,7 @@ class TrellisTensor:
         """Return the integers of all rows of some blocks, [rows, K]."""
         v = self.code.values(self.states(blocks))
         rows = v.reshape(v.shape[0], v.shape[1], ROWS, COLUMNS).transpose(1, 2)
-        return rows.reshape(v.shape[0] * ROWS, -1)[:, : self.K]
+        return rows.reshape(v.shape[0] * ROWS, v.shape[1] * COLUMNS)[:, : self.K]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)

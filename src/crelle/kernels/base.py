@@ -36,20 +36,24 @@ class Problem:
     outliers: int = 0  # input channels at the end that have bits of their own (formats grouped, two-level)
     code_bits: int | None = None  # of the other channels, there
     rotated: bool = False  # the format is of a matrix whose inputs are rotated; any kernel can have x rotated for it
+    any_rotation: bool = False  # in blocks that few kernels rotate (Rotation.simple), or the outputs are rotated, too
 
     @classmethod
     def of(cls, w: QuantTensor, dtype: torch.dtype) -> "Problem":
         N, K = w.shape
         ordered = w.inner if isinstance(w, PermutedTensor) else w
-        rotated = isinstance(ordered, RotatedTensor)
-        inner = ordered.inner if isinstance(ordered, RotatedTensor) else ordered
+        inner, rotated, any_rotation = ordered, False, False
+        if isinstance(ordered, RotatedTensor):
+            inner, rotated = ordered.inner, True
+            any_rotation = not ordered.rotation.simple or ordered.outputs is not None
         activation = getattr(inner, "activation", None)  # an ActivationSpec, where the format has one
         x = "float" if activation is None else str(activation)
         outliers, code_bits = 0, None
         if isinstance(inner, GroupedTensor | TwoLevelTensor):
             outliers, code_bits = inner.sizes.outliers, inner.sizes.bits
         device, permuted = w.device.type, ordered is not w
-        return cls(inner.format, N, K, w.bits, w.group, device, dtype, permuted, x, outliers, code_bits, rotated)
+        sizes = inner.format, N, K, w.bits, w.group
+        return cls(*sizes, device, dtype, permuted, x, outliers, code_bits, rotated, any_rotation)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

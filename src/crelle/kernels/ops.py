@@ -38,7 +38,8 @@ def shares(a: Prepared, b: Prepared) -> bool:
         return True
     p, q = a.problem, b.problem
     a_reads, b_reads = ((r.K, r.device, r.dtype, r.activation, r.permuted, r.rotated) for r in (p, q))
-    return a_reads == b_reads and a.kernel.name == b.kernel.name and b.kernel.shares(a.data, b.data)
+    same = a_reads == b_reads and a.kernel.name == b.kernel.name and type(a.kernel) is type(b.kernel)
+    return same and b.kernel.shares(a.data, b.data)
 
 
 def matmul(x: Tensor | Encoded, w: Prepared) -> Tensor:

@@ -45,9 +45,10 @@ def kernels() -> tuple[Kernel, ...]:
 
 
 def _for(problem: Problem, kernel: Kernel) -> Kernel:
-    """Return the kernel, or one around it that has x rotated and permuted first."""
+    """Return the kernel, or one around it that has x permuted and rotated first, and y rotated."""
     rotates = getattr(kernel, "rotates", ())  # formats that the kernel takes inside `rotated`
-    if problem.rotated and problem.format not in rotates:
+    by_itself = problem.format in rotates and (not problem.any_rotation or getattr(kernel, "any_rotation", False))
+    if problem.rotated and not by_itself:
         kernel = RotatedKernel(kernel)
     return PermutedKernel(kernel) if problem.permuted and not getattr(kernel, "permutes", False) else kernel
 

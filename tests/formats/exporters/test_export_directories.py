@@ -12,6 +12,7 @@ from conftest import write_tiny_model
 from exported import assert_same_weights, read_all
 
 from crelle.errors import CrelleError
+from crelle.formats.base import format_of
 from crelle.formats.bcq import UniformTensor
 from crelle.formats.exporters.awq import AWQLayout
 from crelle.formats.exporters.compressed_tensors import CompressedTensorsLayout
@@ -113,6 +114,10 @@ def test_matrices_that_differ_are_declared_by_name(source: Path, tmp_path: Path)
     assert all(".1." in m for m in kept)
 
 
+TRELLIS = {"format": "trellis", "shape": [32, 64], "bits": 2.0, "code": "pair"}
+ROTATED = {"format": "rotated", "shape": [32, 64], "block": 64, "inner": TRELLIS}
+
+
 @pytest.mark.parametrize(
     ("to", "scheme", "options", "sentence"),
     [
@@ -152,6 +157,14 @@ def test_what_has_no_place_is_refused(
         export_directory(open_weights(made), tmp_path / "e", LAYOUTS[to]())
     assert str(made) in str(refused.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["q"]  # nothing is left behind
+
+
+@pytest.mark.parametrize("to", LAYOUTS)
+@pytest.mark.parametrize("spec", [TRELLIS, ROTATED, {**ROTATED, "out_block": 8}], ids=["bare", "inputs", "both"])
+def test_trellis_codes_are_refused(to: str, spec: dict[str, Any]) -> None:
+    w = format_of(spec).random(spec, torch.Generator().manual_seed(0))
+    with pytest.raises(CrelleError, match=rf"stores uniform grids .*, but this is '{spec['format']}'"):
+        LAYOUTS[to]().pack(w, "model.layers.0.mlp.up_proj")
 
 
 def test_shapes_scales_and_orders_without_a_place_are_refused() -> None:

@@ -21,7 +21,9 @@ from crelle.formats.exporters.gguf import export_gguf
 from crelle.formats.exporters.gguf_metadata import rope
 from crelle.formats.importers.gguf import GGUFFile
 from crelle.formats.storage.open import open_weights
+from crelle.formats.trellis import TrellisTensor
 from crelle.formats.wrappers.composite import PermutedTensor
+from crelle.formats.wrappers.rotated import RotatedTensor, Rotation
 from crelle.models.loader import build
 from crelle.quantizers.pipeline import quantize
 
@@ -128,6 +130,10 @@ def affine(bits: int, low: float) -> AffineTensor:
     return AffineTensor.from_codes(g.codes(), bits, g.scale, torch.full(g.scale.shape, low), 32)
 
 
+def trellis() -> TrellisTensor:
+    return TrellisTensor.random({"shape": [32, 64], "bits": 2.0, "code": "pair"}, torch.Generator().manual_seed(0))
+
+
 @pytest.mark.parametrize(
     ("w", "sentence"),
     [
@@ -136,6 +142,8 @@ def affine(bits: int, low: float) -> AffineTensor:
         (uniform(4, 32, None, 0.1), "a scale is not representable in f16, which GGUF stores"),
         (uniform(8, 32, 100), "its zero points put 8-bit codes at levels -100 to 155, but Q8_0 has -128"),
         (uniform(4, 32, None).to_bcq(), "GGUF stores uniform grids .*, but this is 'bcq'"),
+        (trellis(), "GGUF stores uniform grids .*, but this is 'trellis'"),
+        (RotatedTensor(trellis(), Rotation.of_inputs(64)), "GGUF stores uniform grids .*, but this is 'rotated'"),
         (affine(4, 0.1), "a scale is not representable in f16"),
         (affine(6, 0.5), "GGUF has affine grids of up to 5 bits, but this has 6"),
         (

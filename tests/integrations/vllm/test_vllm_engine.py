@@ -52,6 +52,16 @@ def test_tensor_parallel_2_equals_1(even: Path) -> None:
     assert tokens_of(both[0]) == tokens_of(alone[0])
 
 
+def test_four_bit_floats_are_split_over_ranks(even: Path, tmp_path: Path) -> None:
+    """Groups of 32 and 16 lie within halves of all inputs."""
+    quantize(even.parent / "source", tmp_path / "q", "mxfp4", overrides={"*.1.*": "nvfp4"})
+    alone = run_jobs([job(tmp_path / "q")])
+    said = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_OMP_THREADS_BIND": two_ranks(), **PROCESSES}
+    both = run_jobs([job(tmp_path / "q", tensor_parallel_size=2)], timeout=400, **said)
+    assert "inputs cannot be split over ranks" not in both[0]["log"]
+    assert tokens_of(both[0]) == tokens_of(alone[0])
+
+
 def two_ranks() -> str:
     """Return vLLM's setting by which each of two ranks has one core."""
     cores = sorted(os.sched_getaffinity(0))

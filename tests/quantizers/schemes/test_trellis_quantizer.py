@@ -15,7 +15,7 @@ from crelle.quantizers.schemes.trellis import Trellis
 from crelle.quantizers.solvers import trellis_solver
 from crelle.quantizers.solvers.gptq_solver import factor
 from crelle.quantizers.solvers.trellis_solver import BlockFactor, paths
-from crelle.quantizers.training.ste import trainable_weight
+from crelle.quantizers.training.ste import ScaleTuner, trainable, trainable_weight
 
 KINDS = [(code.name, bits) for code in CODES.values() for bits in BITS if not (code.weights * bits) % 1]
 
@@ -121,14 +121,50 @@ def test_odd_shapes_and_rows_of_zeros(N: int, K: int) -> None:
     assert q.dequantize()[min(3, N - 1)].abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("scheme", ["trellis:bits=2", "trellis:bits=2.5,rotate=false", "trellis:bits=3,damp=0.1"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "trellis:bits=2",
+        "trellis:bits=2.5,rotate=false",
+        "trellis:bits=3,damp=0.1",
+        "trellis:bits=2,rotate_outputs=true",
+        "trellis:bits=2,rotate_outputs=true,hadamard=any",
+    ],
+)
 def test_the_spec_is_known_before_and_the_string_comes_back(scheme: str) -> None:
     quantizer = parse(scheme)
     assert str(quantizer) == scheme
-    q = quantizer.fit(weight(40, 64), correlated(64))
-    assert q.spec() == quantizer.storage((40, 64))
+    q = quantizer.fit(weight(40, 72), correlated(72))
+    assert q.spec() == quantizer.storage((40, 72))
     assert format_of(q.spec()).row_bits(q.spec()) > 0
     assert isinstance(q, TrellisTensor if "rotate=false" in scheme else RotatedTensor)
+
+
+def test_blocks_of_any_order_and_rotated_outputs_spread_what_a_block_of_two_cannot() -> None:
+    w, stats = weight(36, 72), correlated(72)
+    w[:, :8] *= 12  # a block of 8 that is larger than the others
+    w[:4] *= 12
+    fits = {
+        s: parse(f"trellis:bits=2{s}").fit(w, stats) for s in ("", ",hadamard=any", ",hadamard=any,rotate_outputs=true")
+    }
+    two, known, both = (output_error(q, w, stats) for q in fits.values())
+    assert known < 0.8 * two
+    assert both < two
+    tensor = fits[",hadamard=any,rotate_outputs=true"]
+    assert isinstance(tensor, RotatedTensor)
+    assert tensor.outputs is not None
+    assert (tensor.rotation.block, tensor.outputs.block) == (72, 36)
+
+
+def test_scales_of_rotated_outputs_train() -> None:
+    w, stats = weight(40, 72), correlated(72)
+    start = Trellis(bits=2, rotate_outputs=True).fit(w, stats)
+    module = trainable(start, w, "all")
+    assert isinstance(module, ScaleTuner), "a scale belongs to no output"
+    assert torch.allclose(module(), start.dequantize(), rtol=1e-4, atol=1e-6)
+    module().square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in module.parameters())
+    assert module.export().spec() == start.spec()
 
 
 def test_matrices_of_one_input_are_rotated_alike_and_share_no_memory() -> None:
@@ -146,6 +182,8 @@ def test_matrices_of_one_input_are_rotated_alike_and_share_no_memory() -> None:
         ("trellis:bits=5", "trellis has 1, 1.5, 2, 2.5, 3, 3.5, 4 bits, got 5"),
         ("trellis:bits=2.5,code=mul1", "code=mul1 needs whole bits, got 2.5"),
         ("trellis:damp=2", "damp must be 0 to 1"),
+        ("trellis:rotate=false,hadamard=any", "rotate=false leaves nothing for rotate_outputs and hadamard"),
+        ("trellis:hadamard=4", "hadamard must be 'two' or 'any'"),
         ("trellis:group=64", "scheme 'trellis' has no setting 'group'"),
         ("trellis:guidance=2", "guidance must be 0 to 1"),
         ("trellis:code=x", "code must be 'auto' or 'pair' or 'mul1'"),

@@ -27,7 +27,7 @@ from crelle.quantizers.training.incremental import IncrementalTrellis, events
 from crelle.quantizers.training.ste import RowScales, trainable
 
 TEXT = "Tales of the north wind and the sun, told by the fire. " * 60
-KINDS = [Trellis(bits=2), Trellis(bits=3), Trellis(bits=1.5, rotate=False)]
+KINDS = [Trellis(bits=2), Trellis(bits=3), Trellis(bits=1.5, rotate=False), Trellis(bits=2, hadamard="any")]
 
 
 def fitted(config: Trellis, N: int = 40, K: int = 72) -> tuple[torch.Tensor, QuantTensor, Stats]:

@@ -22,6 +22,7 @@ from crelle.errors import UnsupportedError
 from crelle.formats.base import QuantTensor
 from crelle.formats.dense import DENSE_DTYPES, DenseTensor
 from crelle.formats.kv.pages import KVPages
+from crelle.formats.wrappers.rotated import RotatedTensor
 from crelle.kernels.cpu import available, core
 from crelle.kernels.cpu.kernel import CpuWeight, Precision
 from crelle.kernels.cpu.row_ops import ACTIVATIONS
@@ -115,6 +116,8 @@ def matrix(w: QuantTensor, prepared: Prepared) -> Matrix | str:
     """Return what a decoder multiplies by in place of `prepared`, or why it cannot."""
     if isinstance(w, DenseTensor):
         return w.weight  # as stored: 16 bits are not widened in memory
+    if isinstance(w, RotatedTensor) and w.outputs is not None:
+        return "the fused step rotates inputs, not outputs of matrices"
     if isinstance(prepared.data, CpuWeight | Tensor):
         return prepared.data
     if isinstance(prepared.kernel, RotatedKernel):

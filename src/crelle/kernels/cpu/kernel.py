@@ -1,7 +1,7 @@
 """The C++ kernels as two Kernels, `cpu` and `cpu-int8`: bit-plane, mixed and trellis tensors in their own layout.
 
 Four-bit floats are multiplied as integers of 5 bits, which hold twice their values. Trellis tensors may have rotated
-inputs: x is rotated when it is encoded.
+inputs and outputs: x is rotated when it is encoded, y when all of it is there.
 
 precision  what x is rounded to, per 128 inputs*  error against f64 (Gaussian x, 4096 inputs)
 exact      16 bits                                about 3e-5; the default
@@ -23,7 +23,8 @@ from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.formats.fp4 import Fp4Tensor, Mxfp4Tensor, Nvfp4Tensor
 from crelle.formats.mixed import MixedTensor
 from crelle.formats.trellis import TrellisTensor
-from crelle.formats.wrappers.rotated import RotatedTensor
+from crelle.formats.wrappers.hadamard import paley_matrix, paley_order
+from crelle.formats.wrappers.rotated import RotatedTensor, Rotation
 from crelle.kernels.base import Encoded, FloatInput, Prepared, Problem, floats, takes_floats
 from crelle.kernels.cpu import available, core
 
@@ -46,6 +47,7 @@ class Cpu(FloatInput):
     """Multiply by bit-plane, mixed and trellis tensors with the C++ kernels."""
 
     rotates: ClassVar[tuple[str, ...]] = (TrellisTensor.format,)
+    any_rotation: ClassVar[bool] = True
 
     def __init__(self, precision: Precision = "exact") -> None:
         self.precision = precision
@@ -124,13 +126,21 @@ def _mixed(w: MixedTensor) -> Any:
 
 
 def _trellis(w: TrellisTensor | RotatedTensor) -> Any:
-    rotation, inner = (w.rotation, w.inner) if isinstance(w, RotatedTensor) else (None, w)
+    inner: QuantTensor = w
+    inputs, outputs = None, None
+    if isinstance(w, RotatedTensor):
+        inner, inputs, outputs = w.inner, _rotation(w.rotation), _rotation(w.outputs)
     if not isinstance(inner, TrellisTensor):
         raise UnsupportedError(f"kernel 'cpu' cannot lay out the format '{inner.format}' with rotated inputs")
-    rotated = None if rotation is None else (numpy_of(rotation.packed), rotation.block)
-    return core().prepare_trellis(
-        numpy_of(inner.codes), inner.K, inner.code.name, numpy_of(inner.scale.float()), rotated
-    )
+    codes, scale = numpy_of(inner.codes), numpy_of(inner.scale.float())
+    return core().prepare_trellis(codes, inner.K, inner.code.name, scale, inputs, outputs)
+
+
+def _rotation(r: Rotation | None) -> tuple[Any, int, Any] | None:
+    """Return the packed signs, the channels of a block, and Paley's part of its Hadamard matrix, f32."""
+    if r is None:
+        return None
+    return numpy_of(r.packed), r.block, numpy_of(paley_matrix(paley_order(r.block) or 1).float())
 
 
 def numpy_of(t: Tensor) -> Any:

@@ -44,7 +44,7 @@ from crelle.kernels.cuda.step.graphs import capture
 from crelle.kernels.cuda.step.placements import run_layer
 from crelle.kernels.cuda.step.prefill_graph import SEQUENCES, PrefillBucket, PrefillGraph, PrefillInputs
 from crelle.kernels.executor import Chunk, DecoderModules
-from crelle.kernels.rotated_kernel import RotatedKernel
+from crelle.kernels.rotated_kernel import RotatedKernel, rotates
 from crelle.kernels.spec import DecoderSpec
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def supports_model(model: DecoderModules, kv: KVFormat) -> str | None:
         return f"kernel '{others[0]}' is not part of the step"
     for linear in model.linears():
         if isinstance(linear.prepared.kernel, RotatedKernel):
-            return f"the step does not rotate the inputs of matrices of the format '{linear.prepared.problem.format}'"
+            return f"the step does not rotate {rotates(linear.prepared.problem)}"
     for layer in cast(Iterable[Any], model.layers):
         if layer.spec.mlp.experts is not None and (why := supports_weights([*map(matrices, layer.mlp.experts)])):
             return why

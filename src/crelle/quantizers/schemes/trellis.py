@@ -1,6 +1,7 @@
 """Trellis codes by the layer's output error (formats: crelle.formats.trellis and rotated).
 
     1. rotation  random signs and Hadamard blocks on the inputs, the same for all matrices with as many inputs
+                 (hadamard=any: of any known order, not of powers of two only; rotate_outputs=true: on the outputs, too)
     2. codes     LDLQ: a Viterbi search for 4 inputs at a time, their error compensated by the inputs after them
     3. scales    least squares, one a row
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from crelle.errors import SchemeError
 from crelle.formats.base import QuantTensor, Spec
 from crelle.formats.trellis import BITS, CODES, Code, TrellisTensor
+from crelle.formats.wrappers.hadamard import known_orders
 from crelle.formats.wrappers.rotated import RotatedTensor, Rotation
 from crelle.quantizers.calibration.stats import Stats, require_stats
 from crelle.quantizers.schemes.hessian_base import HessianConfig, check_hessian_settings
@@ -47,6 +49,8 @@ class Trellis(HessianConfig):
     bits: float = 2.0  # type: ignore[assignment]
     code: Literal["auto", "pair", "mul1"] = "auto"
     rotate: bool = True
+    rotate_outputs: bool = False
+    hadamard: Literal["two", "any"] = "two"
     damp: float = 0.2
     target: bool = True
     guidance: float = 0.0
@@ -57,6 +61,8 @@ class Trellis(HessianConfig):
             raise SchemeError(f"trellis has {', '.join(f'{b:g}' for b in BITS)} bits, got {self.bits:g}")
         if (self.values.weights * self.bits) % 1:
             raise SchemeError(f"code={self.code} needs whole bits, got {self.bits:g}; use code=pair")
+        if not self.rotate and (self.rotate_outputs or self.hadamard != "two"):
+            raise SchemeError("rotate=false leaves nothing for rotate_outputs and hadamard; leave out one of them")
 
     @property
     def values(self) -> Code:
@@ -66,13 +72,16 @@ class Trellis(HessianConfig):
 
     def fit(self, weight: Tensor, stats: Stats | None = None) -> QuantTensor:
         """Return the weight [N, K] in trellis codes."""
-        K = weight.shape[1]
+        N, K = weight.shape
         stats = require_stats(stats, self.scheme, K)
         target, blocks = self.aim(require_finite(weight), stats)
+        outputs = Rotation.of_outputs(N, self._block(N)).to(weight.device) if self.rotate_outputs else None
+        if outputs is not None:
+            target = outputs(target.T).T.contiguous()
         codes, scale = encode(target, blocks, self.values, self.bits)
         inner = TrellisTensor(codes, scale, K, self.bits, self.values)
         rotate = self._prepared(stats).rotation
-        return inner if rotate is None else RotatedTensor(inner, rotate.clone())  # files share no memory
+        return inner if rotate is None else RotatedTensor(inner, rotate.clone(), outputs)  # files share no memory
 
     def aim(self, weight: Tensor, stats: Stats) -> tuple[Tensor, BlockFactor]:
         """Return the target weight [N, K], its inputs rotated, and the factor of the Hessian of rotated inputs."""
@@ -89,7 +98,7 @@ class Trellis(HessianConfig):
     def row_errors(self, weight: Tensor, rows: Tensor, by: LDLFactor) -> Tensor:
         """Return an error W - Ŵ of some rows such as the search would leave: noise of its size, fed back likewise."""
         if (key := "trellis") not in by.kept:
-            rotation = Rotation.of_inputs(len(by.cost)).to(weight.device)
+            rotation = self._rotation(len(by.cost)).to(weight.device)
             mix = factor(_rotated(by.damped, rotation), 0.0, act_order=False).mix
             mix.diagonal().add_(1)
             by.kept[key] = mix
@@ -97,13 +106,20 @@ class Trellis(HessianConfig):
         size = target.square().mean(1, keepdim=True).sqrt() * LEFT[self.values.name][self.bits] ** 0.5
         noise = torch.randn(target.shape, generator=torch.Generator().manual_seed(_SEED)).to(target.device) * size
         left = torch.linalg.solve_triangular(by.kept[key], noise, upper=True, unitriangular=True, left=False)
-        return Rotation.of_inputs(len(by.cost)).to(weight.device).undone(left)
+        return self._rotation(len(by.cost)).to(weight.device).undone(left)
+
+    def _block(self, channels: int) -> int | None:
+        """Return how many channels are rotated together; None: as many as every kernel rotates."""
+        return known_orders(channels)[-1] if self.hadamard == "any" else None
+
+    def _rotation(self, K: int) -> Rotation:
+        return Rotation.of_inputs(K, self._block(K))
 
     def _prepared(self, stats: Stats) -> _Prepared:
-        key = self.scheme, self.damp, self.rotate
+        key = self.scheme, self.damp, self.rotate, self.hadamard
         if key not in stats.kept:
             H = stats.hessian
-            rotation = Rotation.of_inputs(len(H)).to(H.device) if self.rotate else None
+            rotation = self._rotation(len(H)).to(H.device) if self.rotate else None
             by = factor(H if rotation is None else _rotated(H, rotation), self.damp, act_order=False)
             stats.kept[key] = _Prepared(rotation, by, BlockFactor.of(by))
         found: _Prepared = stats.kept[key]
@@ -116,8 +132,10 @@ class Trellis(HessianConfig):
         inner = {**self.format_settings(), "shape": list(shape), "bits": self.bits}
         if not self.rotate:
             return inner
-        block = Rotation.of_inputs(shape[1]).block
-        return {"format": RotatedTensor.format, "shape": list(shape), "block": block, "inner": inner}
+        N, K = shape
+        out = {"out_block": Rotation.of_outputs(N, self._block(N)).block} if self.rotate_outputs else {}
+        block = self._rotation(K).block
+        return {"format": RotatedTensor.format, "shape": [N, K], "block": block, **out, "inner": inner}
 
     def __str__(self) -> str:
         text = HessianConfig.__str__(self)

@@ -14,7 +14,7 @@ Latent weights are in units of the step of a uniform grid with the noise of the 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,8 @@ class IncrementalTrellis(TrainableWeight):
         assert isinstance(inner, TrellisTensor)
         self.inputs = inner.K
         self.start, self.rotation = inner, start.rotation if isinstance(start, RotatedTensor) else None
-        self.config = Trellis(bits=inner.bits, code=inner.code.name, rotate=self.rotation is not None)  # type: ignore[arg-type]
+        orders: Literal["two", "any"] = "two" if self.rotation is None or self.rotation.simple else "any"
+        self.config = Trellis(inner.bits, inner.code.name, rotate=self.rotation is not None, hadamard=orders)  # type: ignore[arg-type]
         code, bits = inner.code, inner.bits
         self.step = (12 * LEFT[code.name][bits]) ** 0.5 * code.std * UNIT / SPREAD[code.name][bits]
         N, K = inner.shape

@@ -133,8 +133,10 @@ STE_WEIGHTS: dict[str, Callable[[Any, Tensor | None], TrainableWeight]] = {
 
 
 def row_scaled(start: QuantTensor) -> bool:
-    """Tell whether a tensor is of trellis codes, whose scales belong to rows."""
-    return isinstance(start.inner if isinstance(start, RotatedTensor) else start, TrellisTensor)
+    """Tell whether a tensor is of trellis codes, whose scales belong to rows: not where outputs are rotated."""
+    if isinstance(start, RotatedTensor):
+        return start.outputs is None and isinstance(start.inner, TrellisTensor)
+    return isinstance(start, TrellisTensor)
 
 
 def trainable_weight(start: QuantTensor, weight: Tensor | None) -> TrainableWeight | None:

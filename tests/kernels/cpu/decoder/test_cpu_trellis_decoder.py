@@ -8,6 +8,7 @@ from conftest import write_tiny_model
 
 from crelle.formats.base import QuantTensor
 from crelle.formats.trellis import TrellisTensor
+from crelle.formats.wrappers.hadamard import known_orders
 from crelle.formats.wrappers.rotated import RotatedTensor, Rotation
 from crelle.kernels import ops
 from crelle.kernels.cpu import available
@@ -35,7 +36,7 @@ def trellis_model(tmp_path: Path, kernel: str = "cpu") -> DecoderModel:
         code = {"bits": 4.0, "code": "mul1"} if i % 5 == 1 else {"bits": (2.0, 2.5, 4.0)[i % 3], "code": "pair"}
         w: QuantTensor = TrellisTensor.random({"format": "trellis", "shape": [N, K], **code}, rng)
         if i % 7 != 3:
-            shared = rotations.setdefault(K, Rotation.random(K, rng))
+            shared = rotations.setdefault(K, Rotation.random(K, rng, known_orders(K)[-1]))
             w = RotatedTensor(w, shared if i % 4 else Rotation.random(K, rng))
         linear.weight, linear.prepared = w, ops.prepare(w, torch.float32, kernel)
     return model
@@ -90,3 +91,18 @@ def test_a_loaded_model_is_fused_unless_other_formats_are_rotated(tmp_path: Path
     refused = fuse(model)
     assert isinstance(refused, str)
     assert "rotates inputs for trellis codes only" in refused
+
+
+def test_rotated_outputs_are_refused_and_run_layer_by_layer(tmp_path: Path) -> None:
+    model = trellis_model(tmp_path)
+    linear = model.layers[0].mlp.down
+    N, K = linear.weight.shape
+    inner = TrellisTensor.random({"shape": [N, K], "bits": 2.0, "code": "pair"}, torch.Generator().manual_seed(1))
+    w = RotatedTensor(inner, Rotation.of_inputs(K), Rotation.of_outputs(N))
+    linear.weight, linear.prepared = w, ops.prepare(w, torch.float32)
+    refused = fuse(model)
+    assert isinstance(refused, str)
+    assert "rotates inputs, not outputs" in refused
+    x = torch.randn(3, K, generator=torch.Generator().manual_seed(2))
+    wanted = x.double() @ w.dequantize(torch.float64).T
+    assert float((linear(x) - wanted).norm() / wanted.norm()) < 1e-4

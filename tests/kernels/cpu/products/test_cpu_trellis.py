@@ -1,4 +1,4 @@
-"""Trellis codes in C++, bare and with rotated inputs: any shape, code and instruction set, against f64."""
+"""Trellis codes in C++, bare and with rotated inputs and outputs: any shape, code and instruction set, against f64."""
 
 import math
 from typing import Any
@@ -11,6 +11,7 @@ from sampled_cases import share_of
 from torch import Tensor
 
 from crelle.formats.trellis import BITS, CODES, TrellisTensor
+from crelle.formats.wrappers.hadamard import known_orders, paley_order
 from crelle.formats.wrappers.rotated import RotatedTensor, Rotation
 from crelle.kernels import cpu, ops
 from crelle.kernels.base import Problem
@@ -28,15 +29,17 @@ TOLERANCE = {"exact": 5e-5, "int8": 1.2e-2}  # of outputs of Gaussian inputs, re
 PRECISIONS = tuple(TOLERANCE)
 
 
-def weight(N: int, K: int, bits: float, code: str, block: int | None = None, seed: int = 0) -> Any:
-    """A matrix with random codes and scales; block: its inputs are rotated."""
+def weight(
+    N: int, K: int, bits: float, code: str, block: int | None = None, seed: int = 0, out_block: int | None = None
+) -> Any:
+    """A matrix with random codes and scales; block, out_block: its inputs, its outputs are rotated."""
     rng = torch.Generator().manual_seed(seed)
     w: Any = TrellisTensor.random({"format": "trellis", "shape": [N, K], "bits": bits, "code": code}, rng)
     w = w.with_scales({"scale": (w.scale.float() * (0.5 + torch.rand(N, generator=rng))).half()})
     if block is None:
         return w
-    rotation = Rotation.random(K, rng)
-    return RotatedTensor(w, Rotation(rotation.packed, K, block))
+    inputs = Rotation.random(K, rng, block)
+    return RotatedTensor(w, inputs, None if out_block is None else Rotation.random(N, rng, out_block))
 
 
 def inputs(M: int, K: int, seed: int = 1) -> Tensor:
@@ -73,14 +76,41 @@ def test_products_match_f64(isa: str, bits: float, code: str) -> None:
                     assert torch.equal(product(x[m : m + 1], w, precision), y[m : m + 1])  # the same bits in any batch
 
 
+@pytest.mark.parametrize(
+    ("N", "K", "block", "out_block"),
+    [(64, 576, 576, 64), (33, 300, 12, 11), (40, 1120, 140, 40), (72, 96, 24, 36), (96, 64, 64, 96), (44, 40, 20, 1)],
+)
+def test_any_order_and_rotated_outputs_match_f64(isa: str, N: int, K: int, block: int, out_block: int) -> None:
+    if N % out_block or paley_order(out_block) is None:
+        out_block = 1
+    w = weight(N, K, 2.0, "pair", block, out_block=out_block)
+    for precision in PRECISIONS:
+        for M in (0, 1, 3, 19):
+            x = inputs(M, K)
+            y = product(x, w, precision)
+            if not M:
+                continue
+            assert error(y, x, w) < TOLERANCE[precision]
+            for m in {0, M - 1}:
+                assert torch.equal(product(x[m : m + 1], w, precision), y[m : m + 1])
+
+
+def test_rotated_inputs_have_the_bits_of_the_reference(isa: str) -> None:
+    """Inputs that torch rotates first, times the matrix without its rotation."""
+    for K, block in ((576, 576), (576, 64), (600, 24), (1536, 1536), (1120, 280)):
+        w, x = weight(40, K, 3.0, "pair", block), inputs(5, K)
+        assert torch.equal(product(x, w), product(w.rotation(x), w.inner))
+
+
 @settings(max_examples=share_of(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_shape(isa: str, data: st.DataObject) -> None:
     draw = data.draw
     N, K, M = draw(st.integers(1, 70)), draw(st.integers(1, 1200)), draw(st.integers(1, 18))
     bits, code = draw(st.sampled_from(CASES))
-    block = draw(st.sampled_from([None, *(1 << i for i in range(11) if K % (1 << i) == 0)]))
-    w, x = weight(N, K, bits, code, block, seed=K), inputs(M, K, seed=N)
+    block = draw(st.sampled_from([None, *known_orders(K)]))
+    out_block = None if block is None else draw(st.sampled_from([None, *known_orders(N)]))
+    w, x = weight(N, K, bits, code, block, K, out_block), inputs(M, K, seed=N)
     scaled = x * draw(st.sampled_from([1.0, 1e-30, 1e30]))
     for precision in PRECISIONS:
         assert error(product(x, w, precision), x, w) < 2 * TOLERANCE[precision]

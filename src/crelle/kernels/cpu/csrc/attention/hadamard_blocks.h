@@ -1,5 +1,5 @@
-// x [n] times Hadamard matrices of `block` inputs, a power of two, with the sums of crelle.formats.wrappers.hadamard in
-// their order: the same bits.
+// x [n] times Hadamard matrices of blocks of inputs, with the sums of crelle.formats.wrappers.hadamard in their order:
+// the same bits.
 //
 // Included inside a namespace of the including file, after encode.h.
 
@@ -14,7 +14,7 @@ CRELLE_INLINE Floats rotate_lanes(Floats v) {
   return rotate_lanes<Step>(v, std::make_integer_sequence<int, kLanes>{});
 }
 
-CRELLE_INLINE void rotate_blocks(float *x, int n, int block) {
+CRELLE_INLINE void sylvester_blocks(float *x, int n, int block) {
   int step = 1;
   if (block >= kLanes) {
     for (int i = 0; i < n; i += kLanes) {
@@ -37,6 +37,11 @@ CRELLE_INLINE void rotate_blocks(float *x, int n, int block) {
         x[j] = a + b, x[j + step] = a - b;
       }
     }
+}
+
+// block: a power of two.
+CRELLE_INLINE void rotate_blocks(float *x, int n, int block) {
+  sylvester_blocks(x, n, block);
   const float root = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(block)));
   for (int i = 0; i < n; ++i) x[i] *= root;
 }

@@ -174,6 +174,7 @@ bool py_fits(SharedActivations &shared, const Weight &w) {
 
 void py_dequantize(const Weight &w, Out<float, 2> out) {
   require(out.shape(0) == size_t(w.N) && out.shape(1) == size_t(w.K), "out must be [N, K]");
+  require(!w.trellis || w.trellis->outputs.empty(), "rows of a matrix with rotated outputs are not dequantized alone");
   nb::gil_scoped_release release;
   Pool::get().run([&](int t, int n) {
     for (int r = part(w.N, t, n); r < part(w.N, t + 1, n); ++r) dequantize_row(w, r, out.data() + size_t(r) * w.K);

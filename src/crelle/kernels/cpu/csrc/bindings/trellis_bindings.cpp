@@ -16,10 +16,25 @@ using namespace crelle::cpu;
 
 namespace {
 
-using Rotation = std::tuple<In<uint8_t, 1>, int>;
+using StoredRotation = std::tuple<In<uint8_t, 1>, int, In<float, 2>>;  // signs, block, Paley's matrix
+
+Rotation rotation_of(const std::optional<StoredRotation> &stored, int64_t channels) {
+  Rotation r;
+  if (!stored) return r;
+  const auto &[signs, block, paley] = *stored;
+  require(int64_t(signs.shape(0)) == (channels + 7) / 8, "signs must have a bit for each channel");
+  require(block >= 1 && channels % block == 0, "a block must divide the channels");
+  r.block = block, r.order = int(paley.shape(0)), r.step = r.order ? block / r.order : 0;
+  require(paley.shape(1) == paley.shape(0) && (r.order == 1 || (r.order > 0 && r.order % 4 == 0)),
+          "Paley's matrix must be square, of 1 row or a multiple of 4");
+  require(block % r.order == 0 && (r.step & (r.step - 1)) == 0, "a block must be a power of two times Paley's matrix");
+  if (r.order > 1) r.paley.assign(paley.data(), paley.data() + paley.size());
+  for (int64_t k = 0; k < channels; ++k) r.signs.push_back(signs.data()[k / 8] >> k % 8 & 1 ? -1.0f : 1.0f);
+  return r;
+}
 
 Weight py_prepare_trellis(In<uint8_t, 3> codes, int64_t K, const std::string &code, In<float, 1> scale,
-                          std::optional<Rotation> rotation) {
+                          std::optional<StoredRotation> inputs, std::optional<StoredRotation> outputs) {
   const int64_t N = scale.shape(0);
   require(N >= 1 && K >= 1 && K <= INT32_MAX / 64, "a matrix has at least one row and one column");
   require(code == "pair" || code == "mul1", "the code must be 'pair' or 'mul1'");
@@ -30,13 +45,8 @@ Weight py_prepare_trellis(In<uint8_t, 3> codes, int64_t K, const std::string &co
   require(int64_t(codes.shape(0)) == (N + kTrellisRows - 1) / kTrellisRows &&
               int64_t(codes.shape(1)) == (K + kTrellisColumns - 1) / kTrellisColumns,
           "codes must be [ceil(N/32), ceil(K/4), 16 bits]");
-  TrellisStored s{int(N), int(K), int(half_bits), pair, codes.data(), scale.data(), nullptr, 1};
-  if (rotation) {
-    const auto &[signs, block] = *rotation;
-    require(int64_t(signs.shape(0)) == (K + 7) / 8, "signs must be [ceil(K/8)]");
-    require(block >= 1 && (block & (block - 1)) == 0 && K % block == 0, "a block is a power of two that divides K");
-    s.signs = signs.data(), s.rotated = block;
-  }
+  const TrellisStored s{int(N),       int(K),       int(half_bits),         pair,
+                        codes.data(), scale.data(), rotation_of(inputs, K), rotation_of(outputs, N)};
   nb::gil_scoped_release release;
   return prepare_trellis(s, isa());
 }
@@ -50,6 +60,7 @@ bool same_rotation(const Weight &a, const Weight &b) {
 
 void crelle::cpu::bind_trellis(nb::module_ &m) {
   m.def("prepare_trellis", &py_prepare_trellis, "codes"_a.noconvert(), "K"_a, "code"_a, "scale"_a.noconvert(),
-        "rotation"_a.none() = nb::none(), "rotation: signs of the inputs, and how many are rotated together.");
+        "inputs"_a.none() = nb::none(), "outputs"_a.none() = nb::none(),
+        "inputs, outputs: signs of the channels that are rotated, how many are together, and Paley's matrix.");
   m.def("same_rotation", &same_rotation, "a"_a, "b"_a, "Whether an input encoded for one serves the other.");
 }

@@ -138,11 +138,27 @@ void matmul_rows(const Weight &w, const Activations &a, float *y, size_t ldy, in
       for (int n = row0; n < row1; ++n) y[m * ldy + n] *= factor;
 }
 
+namespace {
+
+// y [M, N], still rotated, of a matrix whose outputs are.
+void finish_outputs(const Weight &w, float *y, size_t ldy, int M) {
+  if (!w.trellis || w.trellis->outputs.empty()) return;
+  const Rotation &r = w.trellis->outputs;
+  const int blocks = w.N / r.block;
+  Pool::get().run([&](int t, int n) {
+    for (int i = part(M * blocks, t, n); i < part(M * blocks, t + 1, n); ++i)
+      undo_rotation(r, y + i / blocks * ldy + i % blocks * r.block, i % blocks * r.block, r.block);
+  });
+}
+
+}  // namespace
+
 void matmul(const Weight &w, const Activations &a, float *y, size_t ldy) {
   Pool::get().run([&](int t, int n) {
     const auto [row0, row1] = rows_of_thread(w, t, n);
     matmul_rows(w, a, y, ldy, row0, row1);
   });
+  finish_outputs(w, y, ldy, a.M);
 }
 
 namespace {
@@ -164,6 +180,7 @@ void matmul_tiles(const float *x, int M, const Weight &w, float *y, Precision pr
   });
   Pool::get().run(
       [&](int t, int n) { gemm.run(w, packed, M, precision, y, w.N, part(w.blocks, t, n), part(w.blocks, t + 1, n)); });
+  finish_outputs(w, y, w.N, M);
   for (int m = 0; m < M; ++m)
     if (unusual[m]) {
       static thread_local Activations one;

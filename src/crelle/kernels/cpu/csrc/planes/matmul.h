@@ -31,7 +31,8 @@ int rows_at_once(const Weight &w);
 // The output rows of thread t of n: whole blocks, so that no two threads write one cache line of the weights' block.
 std::pair<int, int> rows_of_thread(const Weight &w, int t, int n);
 
-// Outputs [row0, row1) for every row of `a`. row0 is the start of a block; row1 too, or N.
+// Outputs [row0, row1) for every row of `a`, still rotated where the matrix has rotated outputs. row0 is the start of a
+// block; row1 too, or N.
 void matmul_rows(const Weight &w, const Activations &a, float *y, size_t ldy, int row0, int row1);
 
 // The same for all outputs, split over the pool.

@@ -46,23 +46,35 @@ struct TrellisTiles {
     pack_lanes(w, lanes, out);
   }
 
-  // x [K][16], times the signs and the Hadamard matrices of the weight.
+  // x [K][16], times the signs and the Hadamard matrices of the weight; `to` has room for that and a block.
   static const float *rotated(const Weight &w, const float *x, float *to) {
     const TrellisLayout &l = *w.trellis;
-    if (l.signs.empty()) return x;
+    const Rotation &r = l.inputs;
+    if (r.empty()) return x;
     for (int k = 0; k < w.K; ++k)
-      _mm512_storeu_ps(to + k * 16, _mm512_mul_ps(_mm512_loadu_ps(x + k * 16), _mm512_set1_ps(l.signs[k])));
-    const __m512 root = _mm512_set1_ps(static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(l.rotated))));
-    for (int first = 0; first < w.K; first += l.rotated) {  // a block stays in L2, or L1
+      _mm512_storeu_ps(to + k * 16, _mm512_mul_ps(_mm512_loadu_ps(x + k * 16), _mm512_set1_ps(r.signs[k])));
+    const __m512 root = _mm512_set1_ps(r.root());
+    float *const room = to + size_t(w.K) * 16;
+    for (int first = 0; first < w.K; first += r.block) {  // a block stays in L2, or L1
       float *const block = to + size_t(first) * 16;
-      for (int step = 1; step < l.rotated; step *= 2)
-        for (int i = 0; i < l.rotated; i += 2 * step)
+      for (int step = 1; step < r.step; step *= 2)
+        for (int i = 0; i < r.block; i += 2 * step)
           for (int j = i; j < i + step; ++j) {
             const __m512 a = _mm512_loadu_ps(block + j * 16), b = _mm512_loadu_ps(block + (j + step) * 16);
             _mm512_storeu_ps(block + j * 16, _mm512_add_ps(a, b));
             _mm512_storeu_ps(block + (j + step) * 16, _mm512_sub_ps(a, b));
           }
-      for (int k = 0; k < l.rotated; ++k)
+      if (r.order > 1) {
+        __builtin_memcpy(room, block, size_t(r.block) * 16 * sizeof(float));
+        for (int i = 0; i < r.block; ++i) {
+          const float *const p = r.paley.data() + i / r.step * r.order;
+          __m512 sum = _mm512_setzero_ps();
+          for (int j = 0; j < r.order; ++j)
+            sum = _mm512_fmadd_ps(_mm512_loadu_ps(room + (j * r.step + i % r.step) * 16), _mm512_set1_ps(p[j]), sum);
+          _mm512_storeu_ps(block + i * 16, sum);
+        }
+      }
+      for (int k = 0; k < r.block; ++k)
         _mm512_storeu_ps(block + k * 16, _mm512_mul_ps(_mm512_loadu_ps(block + k * 16), root));
     }
     return to;
@@ -71,7 +83,7 @@ struct TrellisTiles {
   static void pack_lanes(const Weight &w, const float *given, uint8_t *out) {
     static thread_local Buffer scratch;
     const TrellisLayout &l = *w.trellis;
-    scratch.grow(sizeof(float) * w.K * 16);
+    scratch.grow(sizeof(float) * (w.K + l.inputs.block) * 16);
     const float *const x = rotated(w, given, floats_of(scratch));
     uint8_t *tail = out + integers(l);
     const __m512i absolute = _mm512_set1_epi32(0x7fffffff), byte = _mm512_set1_epi32(255);

@@ -76,16 +76,45 @@ void encode_trellis_row(const TrellisLayout &l, Activations &a, const float *x, 
   }
 }
 
-// x, rotated, with zeros up to a whole step.
+// x [n] times H of a rotation, without its signs; `room` [block].
+CRELLE_INLINE void rotate_inputs(const Rotation &r, float *x, int n, float *room) {
+  sylvester_blocks(x, n, r.step);
+  if (r.order > 1)
+    for (float *block = x; block < x + n; block += r.block) {
+      __builtin_memcpy(room, block, r.block * sizeof(float));
+      for (int i = 0; i < r.order; i += 4) {  // orders are multiples of 4: four sums share what they load
+        const float *const p = r.paley.data() + i * r.order;
+        int l = 0;
+        for (; l + kLanes <= r.step; l += kLanes) {
+          Floats sums[4] = {};
+          for (int j = 0; j < r.order; ++j) {
+            const Floats v = load(room + j * r.step + l);
+            for (int e = 0; e < 4; ++e) sums[e] += v * p[e * r.order + j];
+          }
+          for (int e = 0; e < 4; ++e) __builtin_memcpy(block + (i + e) * r.step + l, &sums[e], sizeof sums[e]);
+        }
+        for (; l < r.step; ++l)
+          for (int e = 0; e < 4; ++e) {
+            float sum = 0;
+            for (int j = 0; j < r.order; ++j) sum += room[j * r.step + l] * p[e * r.order + j];
+            block[(i + e) * r.step + l] = sum;
+          }
+      }
+    }
+  const float root = r.root();
+  for (int i = 0; i < n; ++i) x[i] *= root;
+}
+
+// x, rotated, with zeros up to a whole step; `to` has room for that and a block.
 CRELLE_INLINE const float *trellis_inputs(const TrellisLayout &l, int K, const float *x, float *to) {
   const int end = l.steps * kTrellisInputs;
-  if (l.signs.empty()) {
+  if (l.inputs.empty()) {
     if (K == end) return x;
     __builtin_memcpy(to, x, K * sizeof(float));
   } else {
-    const float *const signs = l.signs.data();
+    const float *const signs = l.inputs.signs.data();
     for (int k = 0; k < K; ++k) to[k] = x[k] * signs[k];
-    rotate_blocks(to, K, l.rotated);
+    rotate_inputs(l.inputs, to, K, to + end);
   }
   for (int k = K; k < end; ++k) to[k] = 0;
   return to;
@@ -95,7 +124,7 @@ template <bool Digits>
 void encode_trellis(const Weight &w, Activations &a, const float *x, size_t ldx, int m0, int m1) {
   static thread_local Buffer scratch;
   const TrellisLayout &l = *w.trellis;
-  scratch.grow(l.steps * kTrellisInputs * sizeof(float));
+  scratch.grow((l.steps * kTrellisInputs + l.inputs.block) * sizeof(float));
   for (int m = m0; m < m1; ++m) {
     const float *const inputs = trellis_inputs(l, w.K, x + size_t(m) * ldx, floats_of(scratch));
     if (a.precision == Precision::Int8)

@@ -1,10 +1,10 @@
 #include "trellis/trellis_weight.h"
 
 #include <algorithm>
+#include <cassert>
 #include <cstring>
 #include <memory>
 
-#include "attention/hadamard.h"
 #include "base/pool.h"
 #include "isa/isa.h"
 #include "planes/weight.h"
@@ -28,9 +28,7 @@ std::shared_ptr<TrellisLayout> layout_of(const TrellisStored &s) {
   l.scales_at = l.steps * kTrellisStepBytes;
   l.sums_at = l.scales_at + l.segments * kTrellisLanes * sizeof(float);
   l.row_bytes = l.sums_at + l.segments * kTrellisLanes * sizeof(int32_t);
-  l.rotated = s.rotated;
-  if (s.signs)
-    for (int k = 0; k < s.K; ++k) l.signs.push_back(s.signs[k / 8] >> k % 8 & 1 ? -1.0f : 1.0f);
+  l.inputs = s.inputs, l.outputs = s.outputs;
   return layout;
 }
 
@@ -70,6 +68,7 @@ Weight prepare_trellis(const TrellisStored &s, const Isa &isa) {
 
 void dequantize_trellis_row(const Weight &w, int n, float *out) {
   const TrellisLayout &l = *w.trellis;
+  assert(l.outputs.empty());
   const auto [multiplier, zero] = trellis_code(l.pair);
   const int r = n % w.R, shift = l.pair ? l.half_bits : l.half_bits / 2;
   const uint8_t *const block = w.block(n / w.R), *const rings = block + kTrellisHeader;
@@ -92,9 +91,7 @@ void dequantize_trellis_row(const Weight &w, int n, float *out) {
     const int sum = l.pair ? byte(i % 2) + byte(2 + i % 2) : byte(0) + byte(1) + byte(2) + byte(3);
     out[k] = scale * static_cast<float>(sum - zero);
   }
-  if (l.signs.empty()) return;
-  hadamard(out, w.K, l.rotated);
-  for (int k = 0; k < w.K; ++k) out[k] *= l.signs[k];
+  if (!l.inputs.empty()) undo_rotation(l.inputs, out, 0, w.K);
 }
 
 }  // namespace crelle::cpu

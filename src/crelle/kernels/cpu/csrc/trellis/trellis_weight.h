@@ -1,5 +1,5 @@
-// A matrix of trellis codes (crelle.formats.trellis), bare or with rotated inputs (crelle.formats.wrappers.rotated),
-// laid out for products of bytes.
+// A matrix of trellis codes (crelle.formats.trellis), bare or with rotated inputs and outputs
+// (crelle.formats.wrappers.rotated), laid out for products of bytes.
 //
 // A sequence is 32 outputs by 4 inputs, and its ring has 128 bits for each bit of a weight. A block has the sequences
 // of 32 outputs, is laid out alike for every instruction set, and is one run of memory:
@@ -26,6 +26,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention/rotation.h"
+
 namespace crelle::cpu {
 
 struct Weight;
@@ -45,12 +47,11 @@ struct TrellisLayout {
   size_t run_bytes = 0;               // a u64 of all sequences
   size_t scales_at = 0, sums_at = 0;  // in an encoded row
   size_t row_bytes = 0;
-  std::vector<float> signs;  // of the inputs, 1 or -1; empty: they are not rotated
-  int rotated = 1;           // inputs that are rotated together, after the signs
+  Rotation inputs, outputs;
 
   // Whether the integers of x are the same.
   bool same_inputs(const TrellisLayout &o) const {
-    return this == &o || (row_bytes == o.row_bytes && rotated == o.rotated && signs == o.signs);
+    return this == &o || (row_bytes == o.row_bytes && inputs == o.inputs);
   }
 };
 
@@ -67,11 +68,12 @@ struct TrellisStored {
   bool pair;
   const uint8_t *codes;  // [ceil(N/32), ceil(K/4), 8 half_bits]
   const float *scale;    // [N]
-  const uint8_t *signs;  // [ceil(K/8)] or null
-  int rotated;
+  Rotation inputs, outputs;
 };
 
 Weight prepare_trellis(const TrellisStored &s, const Isa &isa);
+
+// Of a matrix whose outputs are not rotated.
 void dequantize_trellis_row(const Weight &w, int n, float *out);
 
 }  // namespace crelle::cpu
