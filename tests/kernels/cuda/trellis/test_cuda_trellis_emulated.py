@@ -45,7 +45,10 @@ def oracle(x: Tensor, w: Any) -> Tensor:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("code", "bits"), KINDS)
 @pytest.mark.parametrize("hopper", [True, False], ids=["sm_90", "sm_80"])
-def test_every_rate_matches_oracle(code: str, bits: float, hopper: bool) -> None:
+def test_every_rate_matches_oracle(
+    code: str, bits: float, hopper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0) if hopper else (8, 0))
     w = random_trellis(300, 208, code, bits, 16)
     laid = lay_out(w)
     torch.manual_seed(0)
@@ -68,29 +71,40 @@ def test_dequantized_weight_is_that_of_the_format(code: str, bits: float) -> Non
     [
         (1, 1, 0, 1, TrellisTileConfig(1, 1, 1, 1, 0)),
         (31, 18, 2, 2, TrellisTileConfig(2, 2, 1, 1, 0)),
-        (257, 333, 0, 3, TrellisTileConfig(4, 2, 2, 1, 3)),  # pairs of outputs that thread blocks share unevenly
-        (600, 1536, 512, 4, TrellisTileConfig(3, 3, 4, 1, 4)),
+        (257, 333, 0, 3, TrellisTileConfig(4, 2, 2, 1, 3)),  # segments of 8 and 12 units
+        (1300, 1536, 512, 4, TrellisTileConfig(3, 3, 4, 1, 2)),  # three tiles for a cluster
+        (600, 2048, 1024, 1, TrellisTileConfig(4, 4, 1, 1, 1)),
         (64, 2048, 1024, 5, TrellisTileConfig(4, 4, 1, 1, 1)),
         (96, 130, 2, 9, TrellisTileConfig(8, 2, 1, 2, 2)),  # more warps than units
     ],
 )
-def test_products_match_oracle(N: int, K: int, block: int, tokens: int, config: TrellisTileConfig) -> None:
+def test_products_match_oracle(
+    N: int, K: int, block: int, tokens: int, config: TrellisTileConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(tokens)
     for dtype in (HALF, BF16):
         w = random_trellis(N, K, "pair", 2.0, block)
         laid = lay_out(w)
         x, bias, residual = (torch.randn(*shape).to(dtype) for shape in ((tokens, K), (N,), (tokens, N)))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0) if config.clusters else (8, 0))
         xs, wanted = trellis_gemv.encode(x, laid), oracle(x, w)
         y = trellis_gemv.product(xs, laid, config=config)
         assert relative(y, wanted) < TOLERANCE[dtype] * (3 if N == 1 else 1)
         assert torch.equal(y[:1], trellis_gemv.product(trellis_gemv.encode(x[:1], laid), laid))  # other configs
         wide = torch.full((tokens, N + 3), torch.nan, dtype=dtype)
         trellis_gemv.product(xs, laid, bias, residual, out=wide[:, 2 : N + 2], config=config)
-        assert relative(wide[:, 2 : N + 2], wanted + bias.double() + residual.double()) < TOLERANCE[dtype]
+        added = wide[:, 2 : N + 2].clone()
+        assert relative(added, wanted + bias.double() + residual.double()) < TOLERANCE[dtype]
         assert bool(wide[:, [0, 1, N + 2]].isnan().all())
+        if trellis_gemv.encodes_itself(laid, config):
+            assert torch.equal(trellis_gemv.encode_product(x, laid, config=config), y)
+            wide.fill_(torch.nan)[:, 2 : N + 2] = residual
+            inside = wide[:, 2 : N + 2]
+            trellis_gemv.encode_product(x, laid, bias=bias, residual=inside, out=inside, config=config)
+            assert torch.equal(inside, added)
 
 
-def test_inputs_beyond_one_pass_of_the_encoder() -> None:
+def test_inputs_beyond_one_pass_of_the_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread block has 16384 inputs at a time; sums of more do not fit into 32 bits."""
     K = 17408
     w = random_trellis(32, K, "mul1", 1.0, 1024)
@@ -100,8 +114,9 @@ def test_inputs_beyond_one_pass_of_the_encoder() -> None:
     w.inner.codes.fill_(0)  # all states alike, all x: the largest sums
     ones = torch.ones(1, K, dtype=HALF)
     plain = lay_out(w.inner)
-    for hopper in (0, 2):
-        config = TrellisTileConfig(4, 2, 1, 1, hopper)
+    for clusters in (0, 2):
+        config = TrellisTileConfig(4, 2, 1, 1, clusters)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0) if clusters else (8, 0))  # noqa: B023
         y = trellis_gemv.product(trellis_gemv.encode(ones, plain), plain, config=config)
         assert relative(y, oracle(ones, w.inner)) < TOLERANCE[HALF]
 
