@@ -45,9 +45,7 @@ def oracle(x: Tensor, w: Any) -> Tensor:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("code", "bits"), KINDS)
 @pytest.mark.parametrize("hopper", [True, False], ids=["sm_90", "sm_80"])
-def test_every_rate_matches_oracle(
-    code: str, bits: float, hopper: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rate_matches_oracle(code: str, bits: float, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0) if hopper else (8, 0))
     w = random_trellis(300, 208, code, bits, 16)
     laid = lay_out(w)
@@ -72,8 +70,8 @@ def test_dequantized_weight_is_that_of_the_format(code: str, bits: float) -> Non
         (1, 1, 0, 1, TrellisTileConfig(1, 1, 1, 1, 0)),
         (31, 18, 2, 2, TrellisTileConfig(2, 2, 1, 1, 0)),
         (257, 333, 0, 3, TrellisTileConfig(4, 2, 2, 1, 3)),  # segments of 8 and 12 units
-        (1300, 1536, 512, 4, TrellisTileConfig(3, 3, 4, 1, 2)),  # three tiles for a cluster
-        (600, 2048, 1024, 1, TrellisTileConfig(4, 4, 1, 1, 1)),
+        (520, 640, 128, 4, TrellisTileConfig(3, 3, 4, 1, 1)),  # three tiles for a cluster
+        (300, 2048, 1024, 1, TrellisTileConfig(4, 4, 1, 1, 1)),
         (64, 2048, 1024, 5, TrellisTileConfig(4, 4, 1, 1, 1)),
         (96, 130, 2, 9, TrellisTileConfig(8, 2, 1, 2, 2)),  # more warps than units
     ],

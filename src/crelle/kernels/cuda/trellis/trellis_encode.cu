@@ -61,8 +61,8 @@ struct Rotation {
 };
 
 // x (gated: [tokens, 2K], gate then up); norm, shift [K] may be null. digits [groups of M tokens][units of 16 inputs]
-// [token][high, low][4] words of 4 inputs; scales, sums (of 256 high + low) [tokens, segments], at most 8. Tokens of the last group that do
-// not exist are zeros. ALIGNED: K is a multiple of 8. Grid (tokens rounded up to M).
+// [token][high, low][4] words of 4 inputs; scales, sums (of 256 high + low) [tokens, segments], at most 8. Tokens of
+// the last group that do not exist are zeros. ALIGNED: K is a multiple of 8. Grid (tokens rounded up to M).
 template <Prologue OP, int M, bool ALIGNED, int WARPS, typename T>
 __global__ void __launch_bounds__(WARPS * 32)
     trellis_encode(const T *x, const T *__restrict__ norm, const T *__restrict__ shift,

@@ -38,7 +38,8 @@ struct TrellisPart {
       raw[i] = reinterpret_cast<const uint32 *>(unit)[(word / W::PIECE * 32 + lane) * W::PIECE + word % W::PIECE];
     }
 #pragma unroll
-    for (int i = 0; i < WORDS; i++) words[i] = (STATES * SHIFT) % 32 == 0 ? raw[i] : __funnelshift_r(raw[i], raw[i + 1], shift);
+    for (int i = 0; i < WORDS; i++)
+      words[i] = (STATES * SHIFT) % 32 == 0 ? raw[i] : __funnelshift_r(raw[i], raw[i + 1], shift);
   }
   // The product of state i, a constant where this is called.
   __device__ __forceinline__ uint32 bytes(int i) const {
@@ -62,7 +63,7 @@ struct TrellisPart {
 template <int WEIGHTS, int SHIFT, int NT, int STAGES, int SPLIT>
 struct TrellisGemmShared {
   static constexpr int UNITS = 4 * Trellis<WEIGHTS, SHIFT>::UNIT;  // bytes of weights of a stage
-  static constexpr int ROW = 160;                                  // bytes of a token: 64 inputs, and banks between rows
+  static constexpr int ROW = 160;  // bytes of a token: 64 inputs, and banks between rows
   static constexpr int STAGE = UNITS + NT * ROW;
 };
 
@@ -116,7 +117,8 @@ __device__ __forceinline__ void trellis_tiles(const char *__restrict__ weight, c
         uint32 a[2][4];
 #pragma unroll
         for (int r = 0; r < 2; r++)
-          a[r][0] = part.two(4 * r), a[r][1] = part.two(4 * r + 2), a[r][2] = part.two(4 * r + 1), a[r][3] = part.two(4 * r + 3);
+          a[r][0] = part.two(4 * r), a[r][1] = part.two(4 * r + 2), a[r][2] = part.two(4 * r + 1),
+          a[r][3] = part.two(4 * r + 3);
         const char *const row = stage + Room::UNITS + g * Room::ROW + u * 32 + t * 8;
 #pragma unroll
         for (int n = 0; n < NT / 8; n++) {
@@ -149,7 +151,8 @@ __device__ __forceinline__ void trellis_tiles(const char *__restrict__ weight, c
       for (int r = 0; r < SPLIT; r++) {
         float4 v;
 #if __CUDA_ARCH__ == 900
-        if constexpr (SPLIT > 1) v = dsmem_load(shared_address(mine), r);
+        if constexpr (SPLIT > 1)
+          v = dsmem_load(shared_address(mine), r);
         else
 #endif
           v = *reinterpret_cast<const float4 *>(mine);
@@ -165,7 +168,8 @@ __device__ __forceinline__ void trellis_tiles(const char *__restrict__ weight, c
       }
     }
 #if __CUDA_ARCH__ == 900
-    if constexpr (SPLIT > 1) cluster_sync();
+    if constexpr (SPLIT > 1)
+      cluster_sync();
     else
 #endif
       __syncthreads();
@@ -180,8 +184,8 @@ __global__ void __launch_bounds__(256, NT <= 64 ? 2 : 1)
                       const half *__restrict__ bias, const half *residual, half *y, int N, int tokens, int K, int quads,
                       int tiles, int stride, int residual_stride) {
   extern __shared__ __align__(128) char shared[];
-  trellis_tiles<WEIGHTS, SHIFT, NT, STAGES, 1>(weight, row_scale, x, bias, residual, y, N, tokens, K, quads, tiles, stride,
-                                               residual_stride, shared);
+  trellis_tiles<WEIGHTS, SHIFT, NT, STAGES, 1>(weight, row_scale, x, bias, residual, y, N, tokens, K, quads, tiles,
+                                               stride, residual_stride, shared);
 }
 
 #if __CUDA_ARCH__ == 900
@@ -189,8 +193,8 @@ __global__ void __launch_bounds__(256, NT <= 64 ? 2 : 1)
 template <int WEIGHTS, int SHIFT, int NT, int STAGES, int SPLIT, typename T>
 __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(256, NT <= 64 ? 2 : 1)
     trellis_gemm_sm90(const char *__restrict__ weight, const half *__restrict__ row_scale, const T *x,
-                      const T *__restrict__ bias, const T *residual, T *y, int N, int tokens, int K, int quads, int tiles,
-                      int stride, int residual_stride) {
+                      const T *__restrict__ bias, const T *residual, T *y, int N, int tokens, int K, int quads,
+                      int tiles, int stride, int residual_stride) {
   extern __shared__ __align__(128) char shared[];
   trellis_tiles<WEIGHTS, SHIFT, NT, STAGES, SPLIT>(weight, row_scale, x, bias, residual, y, N, tokens, K, quads, tiles,
                                                    stride, residual_stride, shared);

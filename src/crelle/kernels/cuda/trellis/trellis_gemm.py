@@ -2,8 +2,8 @@
 
     y = product(x, w, bias, residual)     # x [tokens, K], f16, rotated (trellis_gemv.rotate)
 
-A tile is 256 outputs for `tokens` rows; on Hopper `split` thread blocks of a cluster share its inputs, and clusters take
-tiles in turns. Sums are f32 in an order that depends on the tile config, so on the number of rows.
+A tile is 256 outputs for `tokens` rows; on Hopper `split` thread blocks of a cluster share its inputs, and clusters
+take tiles in turns. Sums are f32 in an order that depends on the tile config, so on the number of rows.
 """
 
 from dataclasses import dataclass
@@ -75,9 +75,7 @@ def shared_bytes(w: TrellisWeight, c: TrellisGemmConfig) -> int:
     return max(c.stages * (4 * int(512 * w.bits) + c.tokens * 160), c.tokens * 260 * 4)
 
 
-def choose(
-    w: TrellisWeight, rows: int, processors: int | None = None, hopper: bool | None = None
-) -> TrellisGemmConfig:
+def choose(w: TrellisWeight, rows: int, processors: int | None = None, hopper: bool | None = None) -> TrellisGemmConfig:
     """Return a tile config for this number of rows."""
     if hopper is None:
         hopper = torch.cuda.get_device_capability() == (9, 0)

@@ -1,4 +1,5 @@
-// y [tokens, N] = x [tokens, K] W.T + bias + residual for trellis weights (trellis_layout.py), 1, 2 or 4 tokens at a time.
+// y [tokens, N] = x [tokens, K] W.T + bias + residual for trellis weights (trellis_layout.py), 1, 2 or 4 tokens at a
+// time.
 //
 // A warp takes units of 256 outputs and 16 inputs: lane (g, t) has the ring of outputs 32g … 32g + 31 and inputs 4t …
 // 4t + 3. Step i multiplies outputs 2i and 2i + 1 of all 8 rings, rows g and g + 8 of the instruction m16n8k32. Its
@@ -12,10 +13,10 @@
 // (trellis_encode.cu), or a thread block encodes its segment itself (PROLOGUE), while its first weights are on the way:
 // then norm, rotation and product are one launch. Before Hopper a thread block takes one tile and all inputs.
 //
-// The warps of a thread block take turns at runs of RUN units, each through its own load pipeline. Sums of a segment are
-// integers, exact in any order; those of the segments are added as f32 in their order. So a row's bits depend on the
-// number of segments alone. A warp's sums fit into 32 bits: at most 1020 * 128 an input (mul1), so four warps hold 65536
-// inputs.
+// The warps of a thread block take turns at runs of RUN units, each through its own load pipeline. Sums of a segment
+// are integers, exact in any order; those of the segments are added as f32 in their order. So a row's bits depend on
+// the number of segments alone. A warp's sums fit into 32 bits: at most 1020 * 128 an input (mul1), so four warps hold
+// 65536 inputs.
 //
 // Instructions a weight in the loop (sm_90a, RUN 2, counted in the disassembly; of them, in brackets, those of the
 // integer units, which take one every other cycle): pair 1.52 (0.67) at 1, 2 and 4 bits, 1.80 (0.74) at 3, 1.85 to 1.89
@@ -68,7 +69,7 @@ __device__ __forceinline__ void trellis_product(const TrellisProduct<T> &p, cons
   const int rank = blockIdx.x % SPLIT, first_tile = blockIdx.x / SPLIT, clusters = gridDim.x / SPLIT;
   const int token = blockIdx.y * M;
   const int from = segment_begin(p.units, rank, SPLIT), to = segment_begin(p.units, rank + 1, SPLIT);  // units
-  const int begin = from / RUN + warp, end = to / RUN;                                                // runs
+  const int begin = from / RUN + warp, end = to / RUN;                                                 // runs
   launch_dependents();
 
   Runs<STAGES, Room::RUN_BYTES, 1> queue(shared + Room::FIRST + warp * STAGES * Room::RUN_BYTES,
@@ -121,7 +122,8 @@ __device__ __forceinline__ void trellis_product(const TrellisProduct<T> &p, cons
   }
 #endif
 
-  // x: digits of the segment's units in the columns of the lane's group. Its scale and its sum, of token threadIdx.x % M.
+  // x: digits of the segment's units in the columns of the lane's group. Its scale and its sum, of token threadIdx.x %
+  // M.
   const uint32 *x;
   float x_scale = 0;
   int x_sum = 0;
@@ -214,8 +216,8 @@ __device__ __forceinline__ void trellis_product(const TrellisProduct<T> &p, cons
           for (int r = 0; r < 16; r++)
 #pragma unroll
             for (int h = 0; h < 4; h += 2)
-              multiply_u8(acc[r], W::bytes(ring, 8 * r + h), W::bytes(ring, 8 * r + 4 + h), W::bytes(ring, 8 * r + h + 1),
-                          W::bytes(ring, 8 * r + 5 + h), b[h], b[h + 1]);
+              multiply_u8(acc[r], W::bytes(ring, 8 * r + h), W::bytes(ring, 8 * r + 4 + h),
+                          W::bytes(ring, 8 * r + h + 1), W::bytes(ring, 8 * r + 5 + h), b[h], b[h + 1]);
         }
       }
       if (++stage == STAGES) stage = 0, phase ^= 1;
@@ -262,8 +264,8 @@ __device__ __forceinline__ void trellis_product(const TrellisProduct<T> &p, cons
       const uint32 received = shared_address(shared) + Room::RECEIVED + (round % 2 * SPLIT + rank) * (M * OUTPUTS * 4);
       for (int i = threadIdx.x; i < 128 * M; i += THREADS) {
         const int n = i / M * 2;
-        dsmem_store(received + (i % M * OUTPUTS + n % OUTPUTS) * 4, make_float2(sum(n), sum(n + 1)), sent + round % 2 * 8,
-                    n / OUTPUTS);
+        dsmem_store(received + (i % M * OUTPUTS + n % OUTPUTS) * 4, make_float2(sum(n), sum(n + 1)),
+                    sent + round % 2 * 8, n / OUTPUTS);
       }
       __syncwarp();
       if (lane == 0) arrive(consumed);

@@ -110,7 +110,10 @@ def product_variant(
     """Return the kernel of `product`, or, with `op`, of `encode_product`."""
     pieces = f"{size}, {c.warps}, {c.stages}, {c.run}, {c.occupancy}"
     if not c.clusters:
-        return "trellis/trellis_gemv.cu", f"crelle::trellis_gemv_sm80<{w.code.weights}, {w.shift}, {pieces}, {C_TYPES[dtype]}>"
+        return (
+            "trellis/trellis_gemv.cu",
+            f"crelle::trellis_gemv_sm80<{w.code.weights}, {w.shift}, {pieces}, {C_TYPES[dtype]}>",
+        )
     first = "crelle::ENCODED, 1" if op is None else f"crelle::{op}, {encode_passes(w, c.warps)}"
     split = segments(w.units.shape[1], True)
     name = f"crelle::trellis_gemv_sm90<{w.code.weights}, {w.shift}, {first}, {pieces}, {split}, {C_TYPES[dtype]}>"

@@ -2,10 +2,10 @@
 // (crelle.formats.wrappers.rotated), and 16 bits for each input, two digits, 256 high + low, with one scale for each
 // segment of the inputs.
 //
-// SPLIT segments, whole quads of units (64 inputs), as equal as they can be: the share of a thread block in its cluster.
-// A warp has 256 inputs at a time, lane l 8 from 8l on; blocks of the rotation of 512 and 1024 inputs are in 2 and 4
-// warps, which meet in shared memory. A thread block makes all blocks of the rotation that its share touches. All is
-// f32, in the order of crelle.formats.wrappers.hadamard; trellis_encode.cu makes the same bits.
+// SPLIT segments, whole quads of units (64 inputs), as equal as they can be: the share of a thread block in its
+// cluster. A warp has 256 inputs at a time, lane l 8 from 8l on; blocks of the rotation of 512 and 1024 inputs are in 2
+// and 4 warps, which meet in shared memory. A thread block makes all blocks of the rotation that its share touches. All
+// is f32, in the order of crelle.formats.wrappers.hadamard; trellis_encode.cu makes the same bits.
 #pragma once
 #include "step/prologue.cuh"
 
@@ -41,7 +41,8 @@ __device__ __forceinline__ int digits_of(const float (&f)[8], float inverse, uin
   for (int i = 0; i < 2; i++) {
     const uint32 *const a = q + 4 * i;
     l[i] = __byte_perm(__byte_perm(a[0], a[1], 0x0040), __byte_perm(a[2], a[3], 0x0040), 0x5410);
-    h[i] = __byte_perm(__byte_perm(a[0] + 128, a[1] + 128, 0x0051), __byte_perm(a[2] + 128, a[3] + 128, 0x0051), 0x5410);
+    h[i] =
+        __byte_perm(__byte_perm(a[0] + 128, a[1] + 128, 0x0051), __byte_perm(a[2] + 128, a[3] + 128, 0x0051), 0x5410);
   }
   high = make_uint2(h[0], h[1]), low = make_uint2(l[0], l[1]);
   return sum;
@@ -73,8 +74,8 @@ __device__ __forceinline__ void hadamard_256(float (&f)[8], int block) {
   }
 }
 
-// What a product reads that encodes for itself. x [tokens, K] (gated: [tokens, 2K]); norm, shift [K] may be null; signs:
-// a bit for each input, 1 where it changes its sign, or null; K: a multiple of 8; root: 1/sqrt(block).
+// What a product reads that encodes for itself. x [tokens, K] (gated: [tokens, 2K]); norm, shift [K] may be null;
+// signs: a bit for each input, 1 where it changes its sign, or null; K: a multiple of 8; root: 1/sqrt(block).
 template <typename T>
 struct TrellisInput {
   const T *x, *norm, *shift;
@@ -116,7 +117,8 @@ struct ShareEncoder {
   }
 
   // digits [units of the share][M][high, low][4] words in shared memory, of token `token + m` for m < M (those that do
-  // not exist are not written); exchange: EXCHANGE bytes, small: SMALL bytes. Behind it lie scale and sum of each token.
+  // not exist are not written); exchange: EXCHANGE bytes, small: SMALL bytes. Behind it lie scale and sum of each
+  // token.
   __device__ __forceinline__ void encode(int token, int tokens, uint32 *digits, float4 *exchange, char *small) {
     float2(&parts)[1][WARPS] = *reinterpret_cast<float2(*)[1][WARPS]>(small);
     uint32 *const maxima = reinterpret_cast<uint32 *>(small) + 2 * WARPS;
@@ -181,7 +183,7 @@ struct ShareEncoder {
     __syncthreads();
   }
 
- private:
+private:
   __device__ __forceinline__ Norm statistics(const T *row, float2 (&parts)[1][WARPS]) const {
     float total[1] = {}, squares[1] = {};
     for (int k = threadIdx.x * 8; k < in.K; k += WARPS * 512) {
@@ -239,7 +241,7 @@ struct ShareEncoder {
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {
       const float4 *const from = exchange + (i * WARPS + (in.block > 512 ? warp & ~3 : warp & ~1)) * 64 + lane;
-      const auto combined = [&](int pair, float(&to)[8]) {  // of warps 2 * pair and the next: sum, or difference
+      const auto combined = [&](int pair, float (&to)[8]) {  // of warps 2 * pair and the next: sum, or difference
 #pragma unroll
         for (int j = 0; j < 2; j++) {
           const float4 a = from[pair * 128 + j * 32], b = from[pair * 128 + 64 + j * 32];
