@@ -83,17 +83,25 @@ __device__ __forceinline__ void trellis_tiles(const char *__restrict__ weight, c
 #pragma unroll 1
   for (int at = blockIdx.x / SPLIT; at < tiles * groups; at += gridDim.x / SPLIT) {
     const int tile = at / groups, token = at % groups * NT;
-    const auto load = [&](int i) {
-      if (i < count) {
-        char *const stage = shared + i % STAGES * Room::STAGE;
-        const char *const from = weight + ((size_t)tile * quads + first + i) * Room::UNITS;
-        for (int b = threadIdx.x * 16; b < Room::UNITS; b += 4096) copy_16(shared_address(stage + b), from + b);
-        const int k = (first + i) * 64 + threadIdx.x % 8 * 8;
-        for (int m = threadIdx.x / 8; m < NT; m += 32) {
-          const bool there = token + m < tokens && k < K;
-          copy_padded<16>(shared_address(stage + Room::UNITS + m * Room::ROW + threadIdx.x % 8 * 16),
-                          reinterpret_cast<const char *>(there ? x + (size_t)(token + m) * K + k : x), there ? 16 : 0);
+    const int row = threadIdx.x / 8, column = threadIdx.x % 8 * 8;  // of x, that a thread copies, and every 32nd
+    const char *units = weight + ((size_t)tile * quads + first) * Room::UNITS + threadIdx.x * 16;
+    const half *inputs = x + (size_t)(token + row) * K + first * 64 + column;
+    const uint32 to = shared_address(shared);
+    int loaded = 0;
+    const auto load = [&] {  // the next stage
+      if (loaded < count) {
+        const uint32 stage = to + loaded % STAGES * Room::STAGE;
+#pragma unroll
+        for (int b = 0; b < Room::UNITS; b += 4096)
+          if (b + threadIdx.x * 16 < Room::UNITS) copy_16(stage + b + threadIdx.x * 16, units + b);
+        const bool inside = (first + loaded) * 64 + column < K;
+#pragma unroll
+        for (int m = 0; m < NT; m += 32) {
+          const bool there = inside && token + row + m < tokens;
+          copy_padded<16>(stage + Room::UNITS + (row + m) * Room::ROW + column * 2,
+                          reinterpret_cast<const char *>(there ? inputs + (size_t)m * K : x), there ? 16 : 0);
         }
+        units += Room::UNITS, inputs += 64, loaded++;
       }
       commit_copies();
     };
@@ -103,12 +111,12 @@ __device__ __forceinline__ void trellis_tiles(const char *__restrict__ weight, c
 #pragma unroll
       for (int n = 0; n < NT / 8; n++) d[r][n][0] = d[r][n][1] = d[r][n][2] = d[r][n][3] = 0;
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) load(i);
+    for (int i = 0; i < STAGES - 1; i++) load();
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
       wait_for_copies<STAGES - 2>();
       __syncthreads();
-      load(i + STAGES - 1);
+      load();
       const char *const stage = shared + i % STAGES * Room::STAGE;
 #pragma unroll
       for (int u = 0; u < 4; u++) {

@@ -127,17 +127,15 @@ __device__ __forceinline__ void trellis_product(const TrellisProduct<T> &p, cons
   const uint32 *x;
   float x_scale = 0;
   int x_sum = 0;
+  using Encoder = ShareEncoder<static_cast<Prologue>(ENCODES ? PROLOGUE : PLAIN), M, WARPS, PASSES, T>;
+  char *const small = shared + Room::INPUT;
   if constexpr (ENCODES) {
-    using Encoder = ShareEncoder<static_cast<Prologue>(ENCODES ? PROLOGUE : PLAIN), M, WARPS, PASSES, T>;
-    Encoder encoder(in, from * 16, to * 16);
+    float4 *const exchange = reinterpret_cast<float4 *>(small + Encoder::SMALL);
+    uint32 *const digits = reinterpret_cast<uint32 *>(exchange + (in.block > 256 ? Encoder::EXCHANGE / 16 : 0));
+    Encoder encoder(in, from * 16, to * 16, small);
     grid_dependency_wait_late(p.units);
     fetch(first_tile, true);
-    char *const small = shared + Room::INPUT;
-    float4 *const exchange = reinterpret_cast<float4 *>(small + (Encoder::SMALL + 15) / 16 * 16);
-    uint32 *const digits = reinterpret_cast<uint32 *>(exchange + (in.block > 256 ? Encoder::EXCHANGE / 16 : 0));
-    encoder.encode(token, p.tokens, digits, exchange, small);
-    const float *const scales = reinterpret_cast<const float *>(small) + 4 * WARPS;
-    x_scale = scales[threadIdx.x % M], x_sum = reinterpret_cast<const int *>(scales)[M + threadIdx.x % M];
+    encoder.encode(token, p.tokens, digits, exchange);
     x = digits + g % (2 * M) * 4 + t;
   } else {
     grid_dependency_wait();
@@ -244,6 +242,8 @@ __device__ __forceinline__ void trellis_product(const TrellisProduct<T> &p, cons
       }
     }
     __syncthreads();
+    if (ENCODES && round == 0 && my_token < p.tokens)
+      x_scale = Encoder::scale(in, small, threadIdx.x % M), x_sum = Encoder::sum(small, threadIdx.x % M);
     const auto sum = [&](int n) {  // of the token threadIdx.x % M
       const char *at = shared + Room::SUMS + ((n / 32) * Room::BLOCK + (n % 32) * 2 * M + 2 * (threadIdx.x % M)) * 4;
       long long total = 0;

@@ -218,7 +218,7 @@ def shared_bytes(w: TrellisWeight, size: int, c: TrellisTileConfig, op: Prologue
     if op is None:
         return found
     widest = max(_segment_begin(units, r + 1, parts) - _segment_begin(units, r, parts) for r in range(parts))
-    small = -(-(4 * c.warps + 2 * size) * 4 // 16) * 16
+    small = 16 * c.warps * size
     exchange = encode_passes(w, c.warps) * c.warps * 1024 if w.block > 256 else 0
     return found + small + exchange + widest * size * 32
 

@@ -17,14 +17,14 @@ constexpr float RANGE = 32512;  // 127 * 256: what two digits hold
 __device__ __forceinline__ int segment_begin(int units, int rank, int split) { return units / 4 * rank / split * 4; }
 
 // The scale of a segment and what multiplies its inputs, from the bits of the largest absolute value. Segments that
-// have anything but finite values get the scale NaN.
+// have anything but finite values get the scale NaN. The reciprocal is an approximation, and digits have room for that.
 struct DigitScale {
   float scale, inverse;
   __device__ __forceinline__ explicit DigitScale(uint32 most) {
     const float v = __uint_as_float(most);
     const bool finite = most < 0x7f800000u, zero = v < 0x1p-100f;
-    inverse = finite && !zero ? __fdiv_rn(RANGE, v) : 0;
-    scale = finite ? zero ? 0 : __fdiv_rn(v, RANGE) : __int_as_float(0x7fffffff);
+    inverse = finite && !zero ? __fmul_rn(__fdividef(RANGE, __fmul_rn(v, 0x1p-16f)), 0x1p-16f) : 0;
+    scale = finite ? zero ? 0 : __fmul_rn(v, 1 / RANGE) : __int_as_float(0x7fffffff);
   }
 };
 
@@ -85,27 +85,37 @@ struct TrellisInput {
 };
 
 // Encodes a thread block's share; PASSES * WARPS * 256 inputs hold it and all blocks of the rotation that it touches.
+//
+// An RMS norm is one factor for all inputs of a token, so it is left to the product's epilogue: only the sum of squares
+// is made here, and nothing waits for it.
 template <Prologue OP, int M, int WARPS, int PASSES, typename T>
 struct ShareEncoder {
   static constexpr bool NORM = OP == RMS_NORM || OP == LAYER_NORM;
   static constexpr int EXCHANGE = PASSES * WARPS * 1024;  // bytes, for blocks in several warps
-  static constexpr int SMALL = (WARPS * 4 + 2 * M) * 4;   // bytes of what follows
+  static constexpr int SMALL = M * WARPS * 16;            // bytes of what the warps found
+  struct Found {
+    float2 parts[M][WARPS];  // sums of x and of its squares
+    uint32 most[M][WARPS];
+    int sums[M][WARPS];
+  };
 
   const TrellisInput<T> &in;
   const int lane, warp, begin, end, base;  // inputs: of the share, and where the first pass begins
+  Found &found;
   uint32 signs[PASSES];
   uint4 norm[PASSES], shift[PASSES];
 
   __device__ __forceinline__ int place(int pass) const { return base + (pass * WARPS + warp) * 256 + lane * 8; }
 
-  // Loads what no kernel writes. [begin, end): inputs, whole units.
-  __device__ __forceinline__ ShareEncoder(const TrellisInput<T> &in, int begin, int end)
+  // Loads what no kernel writes. [begin, end): inputs, whole units; small: SMALL bytes of shared memory.
+  __device__ __forceinline__ ShareEncoder(const TrellisInput<T> &in, int begin, int end, char *small)
       : in(in),
         lane(threadIdx.x & 31),
         warp(threadIdx.x >> 5),
         begin(begin),
         end(end),
-        base(begin / max(256, in.block) * max(256, in.block)) {
+        base(begin / max(256, in.block) * max(256, in.block)),
+        found(*reinterpret_cast<Found *>(small)) {
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {
       const int k = place(i);
@@ -117,14 +127,8 @@ struct ShareEncoder {
   }
 
   // digits [units of the share][M][high, low][4] words in shared memory, of token `token + m` for m < M (those that do
-  // not exist are not written); exchange: EXCHANGE bytes, small: SMALL bytes. Behind it lie scale and sum of each
-  // token.
-  __device__ __forceinline__ void encode(int token, int tokens, uint32 *digits, float4 *exchange, char *small) {
-    float2(&parts)[1][WARPS] = *reinterpret_cast<float2(*)[1][WARPS]>(small);
-    uint32 *const maxima = reinterpret_cast<uint32 *>(small) + 2 * WARPS;
-    int *const totals = reinterpret_cast<int *>(maxima) + WARPS;
-    float *const scales = reinterpret_cast<float *>(totals + WARPS);
-    int *const sums = reinterpret_cast<int *>(scales + M);
+  // not exist are not written); exchange: EXCHANGE bytes. All threads must come.
+  __device__ __forceinline__ void encode(int token, int tokens, uint32 *digits, float4 *exchange) {
 #pragma unroll 1
     for (int m = 0; m < M && token + m < tokens; m++) {
       const T *const row = in.x + (size_t)(token + m) * in.K * (is_gated(OP) ? 2 : 1);
@@ -134,8 +138,17 @@ struct ShareEncoder {
         v[i] = eight<true>(row, place(i), in.K);
         if constexpr (is_gated(OP)) up[i] = eight<true>(row + in.K, place(i), in.K);
       }
+      uint4 first[2];  // of the whole row, for the sums
+      if constexpr (NORM) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) first[i] = eight<true>(row, (threadIdx.x + i * WARPS * 32) * 8, in.K);
+      }
       Norm n = {0, 1};
-      if constexpr (NORM) n = statistics(row, parts);
+      if constexpr (OP == LAYER_NORM) {
+        sum_up(row, first, m);
+        __syncthreads();
+        n = norm_of_token(in, found, m);
+      }
       float f[PASSES][8];
 #pragma unroll
       for (int i = 0; i < PASSES; i++) {
@@ -148,70 +161,92 @@ struct ShareEncoder {
       uint32 most = 0;
 #pragma unroll
       for (int i = 0; i < PASSES; i++) {
+        if (in.block > 1) {
 #pragma unroll
-        for (int e = 0; e < 8; e++) {
-          if (in.block > 1) f[i][e] = __fmul_rn(f[i][e], in.root);
-          if (place(i) >= begin && place(i) < end) most = max(most, __float_as_uint(fabsf(f[i][e])));
+          for (int e = 0; e < 8; e++) f[i][e] = __fmul_rn(f[i][e], in.root);
         }
+        if (place(i) < begin || place(i) >= end) continue;
+#pragma unroll
+        for (int e = 0; e < 8; e++) most = max(most, __float_as_uint(fabsf(f[i][e])));
       }
       most = __reduce_max_sync(~0u, most);
-      if (lane == 0) maxima[warp] = most;
-      __syncthreads();  // all have read what others left in `exchange`, which may lie where the digits go
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) most = max(most, maxima[w]);
-      const DigitScale s(most);
+      if (lane == 0) found.most[m][warp] = most;
+      __syncthreads();
+      const float inverse = DigitScale(most_of(found, m)).inverse;
       int sum = 0;
 #pragma unroll
       for (int i = 0; i < PASSES; i++) {
         const int k = place(i);
         if (k < begin || k >= end) continue;
         uint2 high, low;
-        sum += digits_of(f[i], s.inverse, high, low);
+        sum += digits_of(f[i], inverse, high, low);
         uint2 *const to = reinterpret_cast<uint2 *>(digits) + ((k - begin) / 16 * M + m) * 4 + k % 16 / 8;
         to[0] = high, to[2] = low;
       }
       sum = __reduce_add_sync(~0u, sum);
-      if (lane == 0) totals[warp] = sum;
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        int total = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) total += totals[w];
-        scales[m] = s.scale, sums[m] = total;
-      }
+      if (lane == 0) found.sums[m][warp] = sum;
+      if constexpr (OP == RMS_NORM) sum_up(row, first, m);
     }
     __syncthreads();
   }
 
-private:
-  __device__ __forceinline__ Norm statistics(const T *row, float2 (&parts)[1][WARPS]) const {
-    float total[1] = {}, squares[1] = {};
-    for (int k = threadIdx.x * 8; k < in.K; k += WARPS * 512) {
-      const uint4 two[2] = {eight<true>(row, k, in.K), eight<true>(row, k + WARPS * 256, in.K)};
+  // What `encode` found: the scale of token m, with its norm, and its sum of 256 high + low.
+  static __device__ __forceinline__ float scale(const TrellisInput<T> &in, const char *small, int m) {
+    const Found &found = *reinterpret_cast<const Found *>(small);
+    const float scale = DigitScale(most_of(found, m)).scale;
+    return OP == RMS_NORM ? scale * norm_of_token(in, found, m).scale : scale;
+  }
+  static __device__ __forceinline__ int sum(const char *small, int m) {
+    int total = 0;
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        float f[8];
-        open<T>(f, two[i]);
-#pragma unroll
-        for (int e = 0; e < 8; e++) total[0] += f[e], squares[0] = fmaf(f[e], f[e], squares[0]);
-      }
-    }
-    block_sums(parts, total, squares);
-    return norm_of<OP>(make_float2(total[0], squares[0]), in.K, in.eps);
+    for (int w = 0; w < WARPS; w++) total += reinterpret_cast<const Found *>(small)->sums[m][w];
+    return total;
   }
 
-  // As `applied` has it, of what has been loaded.
+private:
+  static __device__ __forceinline__ uint32 most_of(const Found &found, int m) {
+    uint32 most = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) most = max(most, found.most[m][w]);
+    return most;
+  }
+  // The warps' sums of a token; first: 8 values of each thread, and of its second turn.
+  __device__ __forceinline__ void sum_up(const T *row, const uint4 (&first)[2], int m) const {
+    float total = 0, squares = 0;
+    const auto add = [&](uint4 v) {
+      float f[8];
+      open<T>(f, v);
+#pragma unroll
+      for (int e = 0; e < 8; e++) total += f[e], squares = fmaf(f[e], f[e], squares);
+    };
+    add(first[0]), add(first[1]);
+    for (int k = (threadIdx.x + WARPS * 64) * 8; k < in.K; k += WARPS * 256) add(eight<true>(row, k, in.K));
+#pragma unroll
+    for (int i = 16; i; i /= 2) {
+      if (OP == LAYER_NORM) total += __shfl_xor_sync(~0u, total, i);
+      squares += __shfl_xor_sync(~0u, squares, i);
+    }
+    if (lane == 0) found.parts[m][warp] = make_float2(total, squares);
+  }
+  static __device__ __forceinline__ Norm norm_of_token(const TrellisInput<T> &in, const Found &found, int m) {
+    float2 all = make_float2(0, 0);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) all.x += found.parts[m][w].x, all.y += found.parts[m][w].y;
+    return norm_of<OP>(all, in.K, in.eps);
+  }
+
+  // As `applied` has it, of what has been loaded, but for the factor of an RMS norm.
   __device__ __forceinline__ void apply(float (&f)[8], uint4 v, uint4 up, int i, Norm n) const {
     open<T>(f, v);
     if constexpr (OP == PLAIN) return;
     if constexpr (NORM) {
       float g[8];
 #pragma unroll
-      for (int e = 0; e < 8; e++) f[e] = (f[e] - n.mean) * n.scale;
+      for (int e = 0; e < 8; e++) f[e] = OP == LAYER_NORM ? (f[e] - n.mean) * n.scale : f[e];
       if (in.norm) {
         open<T>(g, norm[i]);
 #pragma unroll
-        for (int e = 0; e < 8; e++) f[e] = (OP == RMS_NORM ? to_float(from_float<T>(f[e])) : f[e]) * g[e];
+        for (int e = 0; e < 8; e++) f[e] *= g[e];
       }
       if (OP == LAYER_NORM && in.shift) {
         open<T>(g, shift[i]);
@@ -222,6 +257,7 @@ private:
 #pragma unroll
         for (int e = 0; e < 8; e++) f[e] = 0;
       }
+      if (OP == RMS_NORM) return;
     } else {
       activate<OP, T>(f, up);
     }

@@ -51,12 +51,16 @@ struct Trellis {
   }
 
   // The bytes of state i, a constant where this is called.
+  template <bool FREE_MASKS = true>
   static __device__ __forceinline__ uint32 bytes(const uint32 (&ring)[WORDS], int i) {
     const int bit = i * SHIFT, word = bit / 32 * 32;
     int from = bit % 32 <= 16 ? word : bit;                            // where a window begins that holds the state
     if (8 % SHIFT == 0 && bit % 8) from = bit / 8 / 3 * 24 + bit % 8;  // the same one for three states
     const uint32 bits = window(ring, from);
     const int at = bit - from;
+    // The low half of a window whose high half is a state as well: (low + 2^16 high) M - 2^16 (high M).
+    if (FREE_MASKS && 8 % SHIFT == 0 && at == 0 && (bit % 8 || bit % 32 == 0) && bit + 16 < WORDS * 32)
+      return multiply_add((bits >> 16) * MULTIPLIER, 0xffff0000u, bits * MULTIPLIER);
     const uint32 state = at == 16  ? bits >> 16
                          : at == 8 ? __byte_perm(bits, 0, 0x4421)
                          : at == 0 ? __byte_perm(bits, 0, 0x4410)
