@@ -29,6 +29,7 @@ from crelle.kernels.cuda.trellis.trellis_layout import ROWS, TrellisWeight
 GEMV_ROWS = 16  # beyond, dequantizing once for torch should cost less: an estimate
 TOKENS = (1, 2, 4)  # of a launch's pass over the weight
 PASSES = (1, 2, 4)  # over 256 inputs a warp, in which a thread block encodes its segment
+_AHEAD = 24 << 20  # bytes that a product brings to L2 for the next one: half of an H200's
 _MOST_SEGMENTS = 8  # thread blocks of a cluster that every GPU of Hopper's kind can hold
 _ENCODE_WARPS, _OTHER_WARPS = 16, 8
 _SCRATCH = 96 << 20  # bytes of a dequantized slab of rows
@@ -145,7 +146,7 @@ def product(
         *((None, None, None, None) if c.clusters else ()),
         *(bias, residual, y),
         *(w.N, x.tokens, units, tiles, y.stride(0), 0 if residual is None else residual.stride(0)),
-        *((w.K, w.block, 0.0, 0.0) if c.clusters else ()),
+        *((w.K, w.block, 0.0, 0.0, None, 0) if c.clusters else ()),
         shared=shared_bytes(w, x.size, c),
         pdl=True,
     )
@@ -169,9 +170,13 @@ def encode_product(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    ahead: TrellisWeight | None = None,
     config: TrellisTileConfig | None = None,
 ) -> Tensor:
-    """Return op(x) @ W.T (+ bias) (+ residual) for x [tokens, K] (gated: [tokens, 2K]) in one launch."""
+    """Return op(x) @ W.T (+ bias) (+ residual) for x [tokens, K] (gated: [tokens, 2K]) in one launch.
+
+    ahead: the weight of the next product, which this launch brings to L2 meanwhile.
+    """
     x = x.contiguous()
     tokens = x.shape[0]
     y = torch.empty(tokens, w.N, dtype=x.dtype, device=x.device) if out is None else out
@@ -187,6 +192,7 @@ def encode_product(
         *(w.units, w.scale, None, None, None, x, norm, shift, w.signs, bias, residual, y),
         *(w.N, tokens, units, tiles, y.stride(0), 0 if residual is None else residual.stride(0)),
         *(w.K, w.block, 1 / sqrt(w.block), float(eps)),
+        *((None, 0) if ahead is None else (ahead.units, min(ahead.units.nbytes, _AHEAD))),
         shared=shared_bytes(w, size, c, op),
         pdl=True,
     )
