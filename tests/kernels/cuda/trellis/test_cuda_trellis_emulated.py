@@ -1,6 +1,7 @@
 """The trellis kernels run on the CPU, thread by thread: what they compute, without a GPU."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from crelle.kernels.cuda.step import fused_linear
 from crelle.kernels.cuda.step.activations import Prologue
 from crelle.kernels.cuda.step.fuse import fuse
 from crelle.kernels.cuda.step.fused_linear import Norm
-from crelle.kernels.cuda.trellis import trellis_gemv
+from crelle.kernels.cuda.trellis import trellis_gemm, trellis_gemv
 from crelle.kernels.cuda.trellis.trellis_gemv import TrellisTileConfig
 from crelle.kernels.cuda.trellis.trellis_kernel import CudaTrellis
 from crelle.kernels.cuda.trellis.trellis_layout import TrellisWeight, lay_out
@@ -32,9 +33,13 @@ TOLERANCE = {HALF: 4e-4, BF16: 3e-3}  # of the output's last bit, mostly: x has 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_linear, "SMALL", 0)  # by what is stored, as large matrices
-    for module in (trellis_gemv, dense):
+    for module in (trellis_gemv, trellis_gemm, dense):
         monkeypatch.setattr(module, "load", EmulatedKernel)
-    monkeypatch.setattr(trellis_gemv, "multiprocessors", lambda: 2)
+    for module in (trellis_gemv, trellis_gemm):
+        monkeypatch.setattr(module, "multiprocessors", lambda: 2)
+    monkeypatch.setattr(trellis_gemv, "_MOST_SEGMENTS", 2)  # fewer threads to emulate
+    config = TrellisTileConfig(4, 2, 1, 1, 1)
+    monkeypatch.setattr(trellis_gemv, "_choose", lambda *at: config if at[-1] else replace(config, clusters=0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
 
 

@@ -45,7 +45,8 @@ def test_bits_do_not_depend_on_the_config(bits: float) -> None:
     wanted = trellis_gemv.matmul(x, w)
     hopper = torch.cuda.get_device_capability() == (9, 0)
     encoded = trellis_gemv.encode(x, w)
-    for warps, stages, run, clusters in combinations((4, 8, 16), (2, 4), (1, 2), (1, 5, 16) if hopper else (0,)):
+    loads = (4, 3, 1), (8, 5, 2), (16, 2, 1), (8, 2, 4)
+    for (warps, stages, run), clusters in combinations(loads, (1, 5, 16) if hopper else (0,)):
         c = TrellisTileConfig(warps, stages, run, 1, clusters)
         if trellis_gemv.shared_bytes(w, 4, c, "PLAIN" if hopper else None) > 226 * 1024:
             continue

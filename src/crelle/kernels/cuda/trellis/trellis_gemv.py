@@ -29,6 +29,7 @@ from crelle.kernels.cuda.trellis.trellis_layout import ROWS, TrellisWeight
 GEMV_ROWS = 16  # beyond, dequantizing once for torch should cost less: an estimate
 TOKENS = (1, 2, 4)  # of a launch's pass over the weight
 PASSES = (1, 2, 4)  # over 256 inputs a warp, in which a thread block encodes its segment
+_IN_FLIGHT = 80 << 10  # bytes of weights that a thread block loads at a time
 _AHEAD = 24 << 20  # bytes that a product brings to L2 for the next one: half of an H200's
 _MOST_SEGMENTS = 8  # thread blocks of a cluster that every GPU of Hopper's kind can hold
 _ENCODE_WARPS, _OTHER_WARPS = 16, 8
@@ -233,16 +234,20 @@ def choose(w: TrellisWeight, processors: int | None = None, hopper: bool | None 
     """Return a tile config for any number of tokens."""
     if hopper is None:
         hopper = torch.cuda.get_device_capability() == (9, 0)
-    return _choose(*w.units.shape[:2], processors or multiprocessors(), hopper)
+    return _choose(*w.units.shape, processors or multiprocessors(), hopper)
 
 
 @cache
-def _choose(tiles: int, units: int, processors: int, hopper: bool) -> TrellisTileConfig:
-    """As measured on an H200 (bench/gpu/trellis_cuda.py): one thread block a multiprocessor, equal rounds of tiles."""
+def _choose(tiles: int, units: int, unit_bytes: int, processors: int, hopper: bool) -> TrellisTileConfig:
+    """As measured on an H200 (bench/gpu/trellis_cuda.py): one thread block a multiprocessor, equal rounds of tiles.
+
+    An H200 delivers its bandwidth when some 80 KB are on their way to each multiprocessor.
+    """
     if not hopper:
         return TrellisTileConfig(8, 2, 2, 1, 0)
     clusters = max(1, processors // 16 * 16 // segments(units, True))  # clusters of 8 do not fill every multiprocessor
-    return TrellisTileConfig(8, 4, 1, 2, -(-tiles // -(-tiles // clusters)))
+    stages = max(2, min(8, _IN_FLIGHT // (8 * 2 * unit_bytes)))
+    return TrellisTileConfig(8, stages, 2, 2, -(-tiles // -(-tiles // clusters)))
 
 
 def dequant_variant(w: TrellisWeight, dtype: torch.dtype) -> tuple[str, str]:
