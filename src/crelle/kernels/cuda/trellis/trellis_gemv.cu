@@ -258,13 +258,13 @@ __device__ __forceinline__ void trellis_product(const TrellisProduct<T> &p, cons
       x_scale = Encoder::scale(in, small, threadIdx.x % M), x_sum = Encoder::sum(small, threadIdx.x % M);
     const auto sum = [&](int n) {  // of the token threadIdx.x % M
       const char *at = shared + Room::SUMS + ((n / 32) * Room::BLOCK + (n % 32) * 2 * M + 2 * (threadIdx.x % M)) * 4;
-      long long total = 0;
+      typename Conditional<(SPLIT == 8), int, long long>::type high = 0, low = 0;  // 8192 inputs, or all
 #pragma unroll
       for (int w = 0; w < WARPS; w++, at += Room::SUMS_WARP) {
         const int2 v = *reinterpret_cast<const int2 *>(at);
-        total += 256ll * v.x + v.y;
+        high += v.x, low += v.y;
       }
-      return (float)(total - (long long)W::ZERO * x_sum) * x_scale;
+      return (float)(256ll * high + low - (long long)W::ZERO * x_sum) * x_scale;
     };
     if constexpr (SPLIT == 1) {
 #pragma unroll
