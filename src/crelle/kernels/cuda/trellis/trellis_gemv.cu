@@ -18,10 +18,9 @@
 // the number of segments alone. A warp's sums fit into 32 bits: at most 1020 * 128 an input (mul1), so four warps hold
 // 65536 inputs.
 //
-// Instructions a weight in the loop (sm_90a, RUN 2, counted in the disassembly; of them, in brackets, those of the
-// integer units, which take one every other cycle): pair 1.52 (0.67) at 1, 2 and 4 bits, 1.80 (0.74) at 3, 1.85 to 1.89
-// at the others; mul1 2.83 (1.34) at 1, 2 and 4 bits, 3.44 (1.51) at 3. The least for pair at 2 bits would be 1.29: 64
-// products, 64 masks, 21 shifts and 16 IMMA for 128 weights. RUN 4 takes 1.41.
+// Instructions a weight in the loop (sm_90a, RUN 2, counted in the disassembly; in brackets those of the integer units,
+// which take one every other cycle): pair 1.59 (0.61) at 2 and 4 bits, 1.85 (0.82) at 3; mul1 3.49 (1.59) at 3 bits,
+// 2.89 (1.12) at 4.
 #include "trellis/trellis_prologue.cuh"
 #include "trellis/trellis_states.cuh"
 #include "ptx/run_pipeline.cuh"
