@@ -37,10 +37,6 @@ __device__ __forceinline__ void copy_bulk(uint32 to, const void *from, int bytes
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-// A multiple of 16 bytes to L2, for a kernel after this one.
-__device__ __forceinline__ void prefetch_bulk(const void *from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 // The map's box from (row, column) on; rows that do not exist become zeros, and count.
 __device__ __forceinline__ void copy_box(uint32 to, const TensorMap &map, int column, int row, uint32 barrier) {
   asm volatile(

@@ -9,7 +9,6 @@ channels) encode their output, so that a Llama layer is five launches. More rows
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -192,9 +191,6 @@ class Step:
                 )
             )
         self.norm, self.head = _optional(model.output.norm, model), fuse([model.head], dtype)
-        in_order = [linear for layer in self.layers for linear in layer.linears] + [self.head]
-        for linear, following in pairwise(in_order):
-            linear.following = following
 
     @property
     def chains(self) -> bool:

@@ -91,7 +91,6 @@ class FusedLinear(ABC):
         self._small = self.keeps_copies and all(map(is_small, linears))
         self._inputs = linears[0].prepared.problem.K
         self._dense: Tensor | None = None  # of small matrices, made when it is first used
-        self.following: FusedLinear | None = None  # whose weights a step of few rows reads next
 
     # --- what a kind of weights answers -------------------------------------------------------------------------------
 

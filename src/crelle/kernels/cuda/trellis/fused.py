@@ -46,9 +46,7 @@ class TrellisLinear(FusedLinear):
     ) -> Tensor:
         assert isinstance(x, Tensor), "digits are for planes"
         if trellis_gemv.encodes_itself(w) and all(t is None or t.data_ptr() % 16 == 0 for t in (x, *of_norm(norm)[:2])):
-            then = self.following
-            ahead = then.weights[0] if isinstance(then, TrellisLinear) else None
-            return trellis_gemv.encode_product(x, w, op, *of_norm(norm), bias, residual, ahead=ahead).to(dtype)
+            return trellis_gemv.encode_product(x, w, op, *of_norm(norm), bias, residual).to(dtype)
         return trellis_gemv.product(trellis_gemv.encode(x, w, op, *of_norm(norm)), w, bias, residual).to(dtype)
 
     def _multiply_each(self, x: Tensor | BitSerialX, op: Prologue, norm: Norm | None, dtype: torch.dtype) -> Tensor:

@@ -41,8 +41,6 @@ struct TrellisProduct {
   const T *bias;          // [N], or null
   const T *residual;      // [tokens, N], or null; may be y
   T *y;                   // [tokens, stride]
-  const char *ahead;      // what the next product will read, or null: this one brings it to L2
-  int ahead_bytes;
   int N, tokens, units, tiles, stride, residual_stride;
 };
 
@@ -84,16 +82,6 @@ __device__ __forceinline__ void trellis_product(const TrellisProduct<T> &p, cons
   };
 #pragma unroll
   for (int s = 0; s < STAGES; s++) refill(s, 0);
-
-#if __CUDA_ARCH__ == 900
-  if (p.ahead && warp == WARPS - 1) {
-    constexpr int PIECE = 8192;
-    const int block = blockIdx.y * gridDim.x + blockIdx.x, blocks = gridDim.x * gridDim.y;
-    for (long long at = ((long long)block * 32 + lane) * PIECE; at < p.ahead_bytes;
-         at += (long long)blocks * 32 * PIECE)
-      prefetch_bulk(p.ahead + at, (int)min((long long)PIECE, p.ahead_bytes - at));
-  }
-#endif
 
   // What no kernel writes of a thread's outputs, and the residual.
   struct Added {
@@ -293,8 +281,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
                       const float *x_scale, const int *x_sum, const T *__restrict__ bias, const T *residual, T *y,
                       int N, int tokens, int units, int tiles, int stride, int residual_stride) {
   extern __shared__ __align__(128) char shared[];
-  const TrellisProduct<T> p = {weight,  row_scale, digits, x_scale, x_sum, bias,  residual, y,
-                               nullptr, 0,         N,      tokens,  units, tiles, stride,   residual_stride};
+  const TrellisProduct<T> p = {weight, row_scale, digits, x_scale, x_sum, bias,   residual,
+                               y,      N,         tokens, units,   tiles, stride, residual_stride};
   trellis_product<Trellis<WEIGHTS, SHIFT>, ENCODED, M, WARPS, STAGES, RUN, 1, 1, CopiedRuns>(p, {}, shared);
 }
 
@@ -307,10 +295,10 @@ __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(WARPS * 32, OCCU
                       const float *x_scale, const int *x_sum, const T *x, const T *__restrict__ norm,
                       const T *__restrict__ shift, const unsigned char *__restrict__ signs, const T *__restrict__ bias,
                       const T *residual, T *y, int N, int tokens, int units, int tiles, int stride, int residual_stride,
-                      int K, int block, float root, float eps, const char *ahead, int ahead_bytes) {
+                      int K, int block, float root, float eps) {
   extern __shared__ __align__(128) char shared[];
-  const TrellisProduct<T> p = {weight, row_scale,   digits, x_scale, x_sum, bias,  residual, y,
-                               ahead,  ahead_bytes, N,      tokens,  units, tiles, stride,   residual_stride};
+  const TrellisProduct<T> p = {weight, row_scale, digits, x_scale, x_sum, bias,   residual,
+                               y,      N,         tokens, units,   tiles, stride, residual_stride};
   const TrellisInput<T> in = {x, norm, shift, signs, K, block, root, eps};
   trellis_product<Trellis<WEIGHTS, SHIFT>, PROLOGUE, M, WARPS, STAGES, RUN, SPLIT, PASSES, BulkRuns>(p, in, shared);
 }

@@ -29,8 +29,6 @@ from crelle.kernels.cuda.trellis.trellis_layout import ROWS, TrellisWeight
 GEMV_ROWS = 16  # beyond, dequantizing once for torch should cost less: an estimate
 TOKENS = (1, 2, 4)  # of a launch's pass over the weight
 PASSES = (1, 2, 4)  # over 256 inputs a warp, in which a thread block encodes its segment
-_IN_FLIGHT = 80 << 10  # bytes of weights that a thread block loads at a time
-_AHEAD = 24 << 20  # bytes that a product brings to L2 for the next one: half of an H200's
 _MOST_SEGMENTS = 8  # thread blocks of a cluster that every GPU of Hopper's kind can hold
 _ENCODE_WARPS, _OTHER_WARPS = 16, 8
 _SCRATCH = 96 << 20  # bytes of a dequantized slab of rows
@@ -147,7 +145,7 @@ def product(
         *((None, None, None, None) if c.clusters else ()),
         *(bias, residual, y),
         *(w.N, x.tokens, units, tiles, y.stride(0), 0 if residual is None else residual.stride(0)),
-        *((w.K, w.block, 0.0, 0.0, None, 0) if c.clusters else ()),
+        *((w.K, w.block, 0.0, 0.0) if c.clusters else ()),
         shared=shared_bytes(w, x.size, c),
         pdl=True,
     )
@@ -171,13 +169,9 @@ def encode_product(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
-    ahead: TrellisWeight | None = None,
     config: TrellisTileConfig | None = None,
 ) -> Tensor:
-    """Return op(x) @ W.T (+ bias) (+ residual) for x [tokens, K] (gated: [tokens, 2K]) in one launch.
-
-    ahead: the weight of the next product, which this launch brings to L2 meanwhile.
-    """
+    """Return op(x) @ W.T (+ bias) (+ residual) for x [tokens, K] (gated: [tokens, 2K]) in one launch."""
     x = x.contiguous()
     tokens = x.shape[0]
     y = torch.empty(tokens, w.N, dtype=x.dtype, device=x.device) if out is None else out
@@ -193,7 +187,6 @@ def encode_product(
         *(w.units, w.scale, None, None, None, x, norm, shift, w.signs, bias, residual, y),
         *(w.N, tokens, units, tiles, y.stride(0), 0 if residual is None else residual.stride(0)),
         *(w.K, w.block, 1 / sqrt(w.block), float(eps)),
-        *((None, 0) if ahead is None else (ahead.units, min(ahead.units.nbytes, _AHEAD))),
         shared=shared_bytes(w, size, c, op),
         pdl=True,
     )
@@ -234,20 +227,19 @@ def choose(w: TrellisWeight, processors: int | None = None, hopper: bool | None 
     """Return a tile config for any number of tokens."""
     if hopper is None:
         hopper = torch.cuda.get_device_capability() == (9, 0)
-    return _choose(*w.units.shape, processors or multiprocessors(), hopper)
+    return _choose(*w.units.shape[:2], processors or multiprocessors(), hopper)
 
 
 @cache
-def _choose(tiles: int, units: int, unit_bytes: int, processors: int, hopper: bool) -> TrellisTileConfig:
-    """As measured on an H200 (bench/gpu/trellis_cuda.py): one thread block a multiprocessor, equal rounds of tiles.
+def _choose(tiles: int, units: int, processors: int, hopper: bool) -> TrellisTileConfig:
+    """As measured on an H200: two thread blocks a multiprocessor, equal rounds of tiles.
 
-    An H200 delivers its bandwidth when some 80 KB are on their way to each multiprocessor.
+    A longer pipeline, or one thread block a multiprocessor, is slower for every rate.
     """
     if not hopper:
         return TrellisTileConfig(8, 2, 2, 1, 0)
-    clusters = max(1, processors // 16 * 16 // segments(units, True))  # clusters of 8 do not fill every multiprocessor
-    stages = max(2, min(8, _IN_FLIGHT // (8 * 2 * unit_bytes)))
-    return TrellisTileConfig(8, stages, 2, 2, -(-tiles // -(-tiles // clusters)))
+    clusters = max(1, 2 * (processors // 16 * 16) // segments(units, True))  # those of 8 leave some of a GPC free
+    return TrellisTileConfig(8, 2, 2, 2, -(-tiles // -(-tiles // clusters)))
 
 
 def dequant_variant(w: TrellisWeight, dtype: torch.dtype) -> tuple[str, str]:

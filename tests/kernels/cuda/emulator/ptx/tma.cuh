@@ -36,7 +36,6 @@ inline void init_barrier(uint32 barrier, int count) {
   state_of(barrier) = {0, static_cast<unsigned char>(count), static_cast<unsigned char>(count), 0, 0};
 }
 inline void fence_barriers() {}
-inline void prefetch_bulk(const void *, int) {}
 inline uint32 nothing_until_loaded(uint32, int) {
   __syncwarp();
   return 0;
