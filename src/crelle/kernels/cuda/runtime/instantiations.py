@@ -225,7 +225,7 @@ def _trellis(capability: tuple[int, int]) -> Iterator[Instantiation]:
             if trellis_gemv.encodes_itself(tall, config):
                 op = _OPS[(i + 3 * j) % len(_OPS)]
                 yield trellis_gemv.product_variant(tall, size, config, (HALF, BF16)[(i + j + 1) % 2], op)
-            rows = (32, 64, 256)[(i + j) % 3]
+            rows = (32, 64)[(i + j) % 2]
             yield trellis_gemm.variant(tall, trellis_gemm.choose(tall, rows, 132, capability == (9, 0)))
         yield trellis_gemv.dequant_variant(replace(w, K=K + i % 2), (HALF, BF16)[i // 2 % 2])
     for i, op in enumerate(_OPS):

@@ -1,6 +1,6 @@
 """Trellis weights in a decoder's step: trellis_gemv.cu for few rows, which encodes what comes before; torch for more.
 
-Batch-invariant products take trellis_gemv.cu for any number of rows: its sums are exact, so no order has to be fixed.
+Batch-invariant products take trellis_gemv.cu for any number of rows: it has one order of sums for all.
 """
 
 from collections.abc import Sequence

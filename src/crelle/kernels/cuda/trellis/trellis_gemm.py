@@ -16,7 +16,7 @@ from crelle.kernels.cuda.launch import load, multiprocessors
 from crelle.kernels.cuda.trellis.trellis_layout import TrellisWeight
 
 MOST_ROWS = 64  # beyond, torch's product with the dequantized weight is as fast, or faster
-TOKENS = (32, 64, 128)  # of a tile
+TOKENS = (32, 64)  # of a tile
 SPLITS = (1, 2, 4, 8)
 
 
@@ -87,15 +87,14 @@ def choose(w: TrellisWeight, rows: int, processors: int | None = None, hopper: b
 @cache
 def _choose(tiles: int, quads: int, tokens: int, processors: int, hopper: bool) -> TrellisGemmConfig:
     """Take the split with the fewest quads of units one after the other; a tile costs about 5 of them besides."""
-    held = 2 if tokens <= 64 else 1
     if not hopper:
-        return TrellisGemmConfig(tokens, 3, 0, min(tiles, held * processors))
+        return TrellisGemmConfig(tokens, 3, 0, min(tiles, 2 * processors))
 
     def clusters(split: int) -> int:
-        return max(1, processors // 16 * 16 * held // split)
+        return max(1, processors // 16 * 16 * 2 // split)
 
     def work(split: int) -> int:
         return -(-tiles // clusters(split)) * (-(-quads // split) + 5)
 
     split = min((s for s in SPLITS if s == 1 or quads >= 2 * s), key=work)
-    return TrellisGemmConfig(tokens, 4 if tokens <= 64 else 3, split, min(tiles, clusters(split)))
+    return TrellisGemmConfig(tokens, 4, split, min(tiles, clusters(split)))
