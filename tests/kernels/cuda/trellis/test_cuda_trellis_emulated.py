@@ -136,6 +136,17 @@ def test_rows_that_are_not_finite_stay_so_alone(bad: float, block: int) -> None:
     assert bool((y[2] == 0).all())
 
 
+def test_what_every_chip_launches_fits_its_shared_memory() -> None:
+    for code, bits in KINDS:
+        laid = lay_out(random_trellis(32, 64, code, bits, 32))
+        config = TrellisTileConfig(8, 2, 2, 1, 0)
+        for size in trellis_gemv.TOKENS:
+            halved = replace(config, warps=4)
+            assert min(trellis_gemv.shared_bytes(laid, size, c) for c in (config, halved)) <= 99 << 10
+        config = TrellisTileConfig(8, 2, 2, 2, 16)
+        assert trellis_gemv.shared_bytes(laid, trellis_gemv.TOKENS[-1], config, "RMS_NORM") <= 227 << 10
+
+
 BEFORE: dict[Prologue, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "RMS_NORM": lambda v, norm, shift: v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-5) * norm,
     "LAYER_NORM": lambda v, norm, shift: torch.nn.functional.layer_norm(v, v.shape[-1:], norm, shift, 1e-5),

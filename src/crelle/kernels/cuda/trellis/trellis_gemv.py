@@ -12,7 +12,7 @@ and those of a norm on whether it is fused. All launch on the current stream, al
 captured in a graph.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from math import sqrt
@@ -29,6 +29,7 @@ from crelle.kernels.cuda.trellis.trellis_layout import ROWS, TrellisWeight
 GEMV_ROWS = 16  # beyond, dequantizing once for torch should cost less: an estimate
 TOKENS = (1, 2, 4)  # of a launch's pass over the weight
 PASSES = (1, 2, 4)  # over 256 inputs a warp, in which a thread block encodes its segment
+_SMALLEST_SHARED = 99 << 10  # bytes that a thread block may have of chips before Hopper
 _MOST_SEGMENTS = 8  # thread blocks of a cluster that every GPU of Hopper's kind can hold
 _ENCODE_WARPS, _OTHER_WARPS = 16, 8
 _SCRATCH = 96 << 20  # bytes of a dequantized slab of rows
@@ -136,6 +137,8 @@ def product(
     if not x.tokens:
         return y
     c = config or choose(w)
+    if config is None and not c.clusters and shared_bytes(w, x.size, c) > _SMALLEST_SHARED:
+        c = replace(c, warps=c.warps // 2)
     tiles, units = w.units.shape[:2]
     parts = x.scales.shape[1]
     load(*product_variant(w, x.size, c, x.dtype))(
