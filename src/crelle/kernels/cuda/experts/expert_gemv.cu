@@ -8,10 +8,12 @@
 // `expert_down` the experts of a token are one matrix, their inputs one after the other: an expert's weight w_e is part
 // of the scale of its inputs, so that the sum over experts is the sum over inputs, in one order.
 //
-// Warps of a thread block split the blocks of 256 inputs; each has its own load pipeline. x becomes bit-serial in every
-// thread block, or (`expert_down` where it is long) in a launch before it. Both start early (PDL): `expert_up` waits
-// for the logits and only then lets the next kernel start, so `expert_down` may read them, and load weights, before it
-// waits for `inner`.
+// For one token these kernels are a chain of waits and not a stream of bytes, so the chain is short, and a thread block
+// asks for all its weights at once: warps split the blocks of 256 inputs, in `expert_up` one half of the warps takes
+// gate and the other one up, and each has its own load pipeline over all sets of rows. x becomes bit-serial in every
+// thread block, or (`expert_down` where it is long) in a launch before it. Both start early (PDL), with registers and
+// shared memory for both on a multiprocessor: `expert_up` waits for the logits and only then lets the next kernel
+// start, so `expert_down` may read them, and load weights, before it waits for `inner`.
 #include "experts/choice.cuh"
 #include "planes/bitserial.cuh"
 #include "planes/bmma_block.cuh"
@@ -41,60 +43,73 @@ __device__ __forceinline__ size_t scales_before(int n, int b, int blocks, int bl
   return (size_t)set * SCALE_BYTES;
 }
 
+// What the chosen experts' slots have in a matrix; lane i has that of slot i.
+struct SlotMatrix {
+  Address planes, scales;
+
+  __device__ __forceinline__ SlotMatrix(const Address *table, int expert, Matrix matrix, bool there)
+      : planes(there ? address_of(table, expert, matrix, PLANES) : 0),
+        scales(there ? address_of(table, expert, matrix, SCALES) : 0) {}
+};
+
 // table: see choice.cuh; logits f32 [tokens, pitch]; x [tokens, K], norm and norm_bias [K] of OP (PLAIN, RMS_NORM,
 // LAYER_NORM); inner [tokens, top, inner_pitch], zeros from N on. Matrices [N, K] as in bmma_gemv.cu. Grid (G, tokens):
-// a thread block takes every G-th set of 16 outputs of its token's slots. Shared: pipelines, then x bit-serial.
-template <int P, ScaleKind KIND, int GROUPS, int E, Prologue OP, Activation ACT, int WARPS, int STAGES, int OCCUPANCY,
+// a thread block takes a G-th of the sets of 16 outputs of its token's slots; 2 SPLITS warps: SPLITS of a matrix share
+// K. Shared: pipelines, then x bit-serial.
+template <int P, ScaleKind KIND, int GROUPS, int E, Prologue OP, Activation ACT, int SPLITS, int STAGES, int OCCUPANCY,
           typename S, typename X>
-__global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
+__global__ void __launch_bounds__(SPLITS * 64, OCCUPANCY)
     expert_up(const Address *table, const float *logits, const X *x, const X *__restrict__ norm,
               const X *__restrict__ norm_bias, X *inner, int N, int K, int blocks, int planes, int blocks_per_scale,
               int count, int pitch, int top, int normalize, int inner_pitch, float eps) {
   using B = OneRow<P, KIND, GROUPS, S>;
-  constexpr int TILES = 2, PARTS = B::PARTS, STEP = B::STEP;  // tiles: of gate, of up
-  using Queue = Pipeline<STAGES, B::PLANE_BYTES + B::SCALE_BYTES, TILES>;
+  constexpr int WARPS = 2 * SPLITS, PARTS = B::PARTS, STEP = B::STEP;
+  using Queue = Pipeline<STAGES, B::PLANE_BYTES + B::SCALE_BYTES>;
   extern __shared__ __align__(128) char shared[];
-  __shared__ float partial[2][WARPS][TILES][16];
+  __shared__ float partial[2][2][SPLITS][16];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), token = blockIdx.y;
-  const int tiles = (N + 15) / 16, sets = top * tiles;
-  const int begin = warp * blocks / WARPS, end = (warp + 1) * blocks / WARPS;
+  const int tiles = (N + 15) / 16, sets = top * tiles, split = warp % SPLITS;
+  const int start = blockIdx.x * sets / gridDim.x, stop = (blockIdx.x + 1) * sets / gridDim.x;
+  const int begin = split * blocks / SPLITS, end = (split + 1) * blocks / SPLITS;
+  const Matrix matrix = warp < SPLITS ? GATE : UP;
 
   Queue queue(shared + warp * Queue::SIZE, lane);
+  struct Place {  // of a set
+    int slot, tile;
+    __device__ __forceinline__ void next(int tiles) {
+      if (++tile == tiles) tile = 0, slot++;
+    }
+  } const here = {start / tiles, start % tiles};
+  struct {
+    int left, block;
+    Place at;
+  } wanted = {begin < end ? stop - start : 0, begin, here};  // what to load next: sets, a set's blocks
   Quarter<OP, X> quarter;
   quarter.place(norm, norm_bias, nullptr, warp, K, blocks, lane);
+  prefetch_table<WARPS * 32>(table, count);
   grid_dependency_wait_late(N);
   launch_dependents();  // not before: the next kernel reads the logits, too
 
   int expert;
   float weight;
   choose<E>(logits + (size_t)token * pitch, count, top, normalize, lane, expert, weight);
-  Address at[TILES][2];  // of the slot of this lane
-#pragma unroll
-  for (int j = 0; j < TILES; j++) {
-    at[j][0] = lane < top ? address_of(table, expert, j ? UP : GATE, PLANES) : 0;
-    at[j][1] = lane < top ? address_of(table, expert, j ? UP : GATE, SCALES) : 0;
-  }
-  struct {
-    int set, block, tile;
-  } wanted = {static_cast<int>(blockIdx.x), begin, 0};
+  const SlotMatrix own(table, expert, matrix, lane < top);
+  const Address biases[2] = {lane < top ? address_of(table, expert, GATE, BIAS) : 0,
+                             lane < top ? address_of(table, expert, UP, BIAS) : 0};
   const auto issue_load = [&](int stage) {
-    if (wanted.set >= sets || begin == end) {
+    if (wanted.left == 0) {
       queue.issue_nothing();
       return;
     }
-    const int slot = wanted.set / tiles, n = wanted.set % tiles, b = wanted.block;
-    const Address planes_at = __shfl_sync(~0u, wanted.tile ? at[1][0] : at[0][0], slot);
-    const Address scales_at = __shfl_sync(~0u, wanted.tile ? at[1][1] : at[0][1], slot);
-    queue.issue_load(
-        stage, reinterpret_cast<const char *>(planes_at) + planes_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, planes),
-        B::PLANE_BYTES,
-        reinterpret_cast<const char *>(scales_at) +
-            scales_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, blocks_per_scale),
-        B::SCALE_BYTES);
-    if (++wanted.tile == TILES) {
-      wanted.tile = 0;
-      if (++wanted.block == end) wanted.block = begin, wanted.set += gridDim.x;
-    }
+    const int slot = wanted.at.slot, n = wanted.at.tile, b = wanted.block;
+    queue.issue_load(stage,
+                     reinterpret_cast<const char *>(__shfl_sync(~0u, own.planes, slot)) +
+                         planes_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, planes),
+                     B::PLANE_BYTES,
+                     reinterpret_cast<const char *>(__shfl_sync(~0u, own.scales, slot)) +
+                         scales_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, blocks_per_scale),
+                     B::SCALE_BYTES);
+    if (++wanted.block == end) wanted.block = begin, wanted.left--, wanted.at.next(tiles);
   };
 #pragma unroll
   for (int s = 0; s < STAGES; s++) issue_load(s);
@@ -120,62 +135,47 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   const bool first = B::first(lane);
   const float place = B::place(lane);
   typename B::Inputs next(bits, xscale, min(2 * begin, 2 * blocks - STEP), lane);
-  int taken = 0, round = 0;
+  int taken = 0, page = 0;
+  Place at = here;
 #pragma unroll 1
-  for (int set = blockIdx.x; set < sets; set += gridDim.x, round++) {
-    const int page = round & 1;
-    float2 sums[TILES];
-#pragma unroll
-    for (int j = 0; j < TILES; j++) sums[j] = make_float2(0, 0);
+  for (int set = start; set < stop; set++, page ^= 1) {
+    float2 sums = make_float2(0, 0);
 #pragma unroll 1
-    for (int b = begin; b < end; b++) {
-      const char *piece[TILES];
-#pragma unroll
-      for (int j = 0; j < TILES; j++) piece[j] = queue.wait((taken + j) % STAGES, (taken + j) / STAGES);
-      uint32 scale[TILES][B::SCALES];
-#pragma unroll
-      for (int j = 0; j < TILES; j++)
-        take(scale[j], reinterpret_cast<const uint32 *>(piece[j] + B::PLANE_BYTES) + B::scales_at(lane));
+    for (int b = begin; b < end; b++, taken++) {
+      const char *piece = queue.wait(taken % STAGES, taken / STAGES);
+      uint32 scale[B::SCALES];
+      take(scale, reinterpret_cast<const uint32 *>(piece + B::PLANE_BYTES) + B::scales_at(lane));
 #pragma unroll
       for (int h = 0; h < 2; h += STEP) {
         const typename B::Inputs now = next;
         const int half = 2 * b + h + STEP;
         next = typename B::Inputs(bits, xscale, half < 2 * end ? half : 2 * begin, lane);
-#pragma unroll
-        for (int j = 0; j < TILES; j++) B::multiply(sums[j], piece[j], scale[j], now, h, lane);
+        B::multiply(sums, piece, scale, now, h, lane);
       }
       __syncwarp();
-#pragma unroll
-      for (int j = 0; j < TILES; j++) issue_load((taken + j) % STAGES);
-      taken += TILES;
+      issue_load(taken % STAGES);
     }
     // The warps' sums, in order. Two pages, so that one barrier is enough: no warp is two sets ahead.
+    float a = sums.x * place, c = sums.y * place;
 #pragma unroll
-    for (int j = 0; j < TILES; j++) {
-      float a = sums[j].x * place, c = sums[j].y * place;
-#pragma unroll
-      for (int i = 1; i < B::LANES; i *= 2) a += __shfl_xor_sync(~0u, a, i), c += __shfl_xor_sync(~0u, c, i);
-      if (first) partial[page][warp][j][lane >> 2] = a, partial[page][warp][j][(lane >> 2) + 8] = c;
-    }
+    for (int i = 1; i < B::LANES; i *= 2) a += __shfl_xor_sync(~0u, a, i), c += __shfl_xor_sync(~0u, c, i);
+    float *const to = &partial[page][matrix][split][lane >> 2];
+    if (first) to[0] = a, to[8] = c;
     __syncthreads();
-    const int slot = set / tiles, n = set % tiles * 16 + threadIdx.x;
-    X *const to = inner + ((size_t)token * top + slot) * inner_pitch;
-    if (warp == 0) {
-      const int e = __shfl_sync(~0u, expert, slot);
-      if (lane < 16 && n < N) {
-        float v[TILES] = {};
+    const int slot = at.slot, n = at.tile * 16 + (lane & 15);
+    X *const made = inner + ((size_t)token * top + slot) * inner_pitch;
+    if (warp == 0) {  // lanes 0 ... 15 have gate's outputs, the others up's
+      const Address of_gate = __shfl_sync(~0u, biases[0], slot), of_up = __shfl_sync(~0u, biases[1], slot);
+      const X *const bias = reinterpret_cast<const X *>(lane < 16 ? of_gate : of_up);
+      float v = bias && n < N ? to_float(bias[n]) : 0;
 #pragma unroll
-        for (int j = 0; j < TILES; j++) {
-#pragma unroll
-          for (int w = 0; w < WARPS; w++) v[j] += partial[page][w][j][lane];
-          const X *bias = reinterpret_cast<const X *>(address_of(table, e, j ? UP : GATE, BIAS));
-          if (bias) v[j] += to_float(bias[n]);
-        }
-        to[n] = from_float<X>(activated<ACT>(v[0], v[1]));
-      }
+      for (int w = 0; w < SPLITS; w++) v += partial[page][lane >> 4][w][lane & 15];
+      const float up = __shfl_down_sync(~0u, v, 16);
+      if (lane < 16 && n < N) made[n] = from_float<X>(activated<ACT>(v, up));
     }
-    if (set % tiles == tiles - 1)  // what the weights of `expert_down` are padded with meets zeros
-      for (int i = N + threadIdx.x; i < inner_pitch; i += WARPS * 32) to[i] = from_float<X>(0);
+    if (at.tile == tiles - 1)  // what the weights of `expert_down` are padded with meets zeros
+      for (int i = N + threadIdx.x; i < inner_pitch; i += WARPS * 32) made[i] = from_float<X>(0);
+    at.next(tiles);
   }
 }
 
@@ -199,29 +199,38 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
 
   launch_dependents();
   Queue queue(shared + warp * Queue::SIZE, lane);
+  struct Place {  // of a unit
+    int slot, block;
+    __device__ __forceinline__ void next(int blocks) {
+      if (++block == blocks) block = 0, slot++;
+    }
+  } const here = {begin / blocks, begin % blocks};
   int expert;
   float weight;
   logits += (size_t)token * pitch;
   choose<E>(logits, count, top, normalize, lane, expert, weight);
-  const Address planes_at = lane < top ? address_of(table, expert, DOWN, PLANES) : 0;
-  const Address scales_at = lane < top ? address_of(table, expert, DOWN, SCALES) : 0;
+  const SlotMatrix own(table, expert, DOWN, lane < top);
+  const Address bias_at = lane < top ? address_of(table, expert, DOWN, BIAS) : 0;
+  const bool biased = __any_sync(~0u, bias_at != 0);
   struct {
     int set, unit;
-  } wanted = {static_cast<int>(blockIdx.x), begin};
+    Place at;
+  } wanted = {static_cast<int>(blockIdx.x), begin, here};
   const auto issue_load = [&](int stage) {
     if (wanted.set >= sets || begin == end) {
       queue.issue_nothing();
       return;
     }
-    const int slot = wanted.unit / blocks, b = wanted.unit % blocks, n = wanted.set;
+    const int slot = wanted.at.slot, b = wanted.at.block, n = wanted.set;
     queue.issue_load(stage,
-                     reinterpret_cast<const char *>(__shfl_sync(~0u, planes_at, slot)) +
+                     reinterpret_cast<const char *>(__shfl_sync(~0u, own.planes, slot)) +
                          planes_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, planes),
                      B::PLANE_BYTES,
-                     reinterpret_cast<const char *>(__shfl_sync(~0u, scales_at, slot)) +
+                     reinterpret_cast<const char *>(__shfl_sync(~0u, own.scales, slot)) +
                          scales_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, blocks_per_scale),
                      B::SCALE_BYTES);
-    if (++wanted.unit == end) wanted.unit = begin, wanted.set += gridDim.x;
+    wanted.at.next(blocks);
+    if (++wanted.unit == end) wanted.unit = begin, wanted.set += gridDim.x, wanted.at = here;
   };
 #pragma unroll
   for (int s = 0; s < STAGES; s++) issue_load(s);
@@ -256,12 +265,16 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   int taken = 0, round = 0;
 #pragma unroll 1
   for (int set = blockIdx.x; set < sets; set += gridDim.x, round++) {
-    const int page = round & 1;
+    const int page = round & 1, n = set * 16 + lane;
+    const bool mine = warp == 0 && lane < 16 && n < N;
+    X before = from_float<X>(0);
+    if (mine && residual) before = residual[(size_t)token * N + n];
     float2 sums = make_float2(0, 0);
+    Place at = here;
 #pragma unroll 1
     for (int u = begin; u < end; u++, taken++) {
       const char *piece = queue.wait(taken % STAGES, taken / STAGES);
-      const float by = __shfl_sync(~0u, weight, u / blocks);
+      const float by = __shfl_sync(~0u, weight, at.slot);
       uint32 scale[B::SCALES];
       take(scale, reinterpret_cast<const uint32 *>(piece + B::PLANE_BYTES) + B::scales_at(lane));
 #pragma unroll
@@ -274,29 +287,26 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
       }
       __syncwarp();
       issue_load(taken % STAGES);
+      at.next(blocks);
     }
     float a = sums.x * place, c = sums.y * place;
 #pragma unroll
     for (int i = 1; i < B::LANES; i *= 2) a += __shfl_xor_sync(~0u, a, i), c += __shfl_xor_sync(~0u, c, i);
     if (first) partial[page][warp][lane >> 2] = a, partial[page][warp][(lane >> 2) + 8] = c;
     __syncthreads();
-    if (warp == 0) {
-      const int n = set * 16 + lane;
-      const bool mine = lane < 16 && n < N;
-      float v = mine && residual ? to_float(residual[(size_t)token * N + n]) : 0;
-      if (mine) {
+    if (warp > 0) continue;
+    float v = to_float(before);
+    if (mine) {
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) v += partial[page][w][lane];
-        if (more) v += to_float(more[(size_t)token * N + n]) / (1 + __expf(-__ldcg(logits + count)));
-      }
-#pragma unroll 1
-      for (int slot = 0; slot < top; slot++) {
-        const float by = __shfl_sync(~0u, weight, slot);
-        const X *bias = reinterpret_cast<const X *>(address_of(table, __shfl_sync(~0u, expert, slot), DOWN, BIAS));
-        if (bias && mine) v = fmaf(by, to_float(bias[n]), v);
-      }
-      if (mine) y[(size_t)token * N + n] = from_float<X>(v);
+      for (int w = 0; w < WARPS; w++) v += partial[page][w][lane];
+      if (more) v += to_float(more[(size_t)token * N + n]) / (1 + __expf(-__ldcg(logits + count)));
     }
+    for (int slot = 0; biased && slot < top; slot++) {
+      const float by = __shfl_sync(~0u, weight, slot);
+      const X *const bias = reinterpret_cast<const X *>(__shfl_sync(~0u, bias_at, slot));
+      if (bias && mine) v = fmaf(by, to_float(bias[n]), v);
+    }
+    if (mine) y[(size_t)token * N + n] = from_float<X>(v);
   }
 }
 

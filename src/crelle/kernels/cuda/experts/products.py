@@ -19,7 +19,7 @@ from torch import Tensor
 
 from crelle.kernels.cuda.launch import load, multiprocessors
 from crelle.kernels.cuda.planes.bmma_gemv import _ENCODE_WARPS, C_TYPES, encode_variant, parts
-from crelle.kernels.cuda.planes.weight_layout import BLOCK, ROWS, CudaWeight
+from crelle.kernels.cuda.planes.weight_layout import BLOCK, ROWS, CudaWeight, ScaleKind
 from crelle.kernels.cuda.step.activations import Prologue
 
 Activation = Literal["SILU_GATE", "GELU_GATE", "GELU_TANH_GATE", "SWIGLUOAI_GATE"]
@@ -32,11 +32,13 @@ ACTIVATIONS: dict[str, Activation] = {
 MAX_EXPERTS = 512  # 16 logits a lane
 MAX_TOP = 32  # a lane of a warp has one
 PASSES = (8, 16, 32)  # slots of an expert at a time
-_WARPS = 8
+_WARPS = 8  # of expert_gemm.cu
+_MOST_WARPS, _MOST_STAGES = 16, 4  # of expert_gemv.cu
 _ROOM = 226 * 1024  # bytes of shared memory of a multiprocessor
 _OLD_ROOM = 99 * 1024  # the same before Hopper, of the smallest chip
 _MOST_ENCODED = 64  # half blocks of `inner` that every thread block may encode for itself
 _ROUTER_ROWS = 4  # tokens of a warp of router_logits
+_SORT_ROUTES = 128  # tokens for which one thread block routes and sorts
 _PASS_WORDS = 10
 
 
@@ -70,7 +72,7 @@ def per_lane(count: int) -> int:
 class ExpertGemvConfig:
     """Tile config of expert_gemv.cu; its template parameters."""
 
-    warps: int  # that share K
+    warps: int  # that share K; in expert_up those of gate and those of up
     stages: int  # of a warp's load pipeline
     occupancy: int  # thread blocks that a multiprocessor holds
 
@@ -78,7 +80,8 @@ class ExpertGemvConfig:
 def up_variant(e: ExpertWeights, s: ExpertGemvConfig, op: Prologue, dtype: torch.dtype) -> tuple[str, str]:
     arguments = f"{_form(e.gate)}, {per_lane(e.count)}, crelle::{op}, crelle::{e.activation}"
     types = f"{C_TYPES[e.gate.scales.dtype]}, {C_TYPES[dtype]}"
-    return "experts/expert_gemv.cu", f"crelle::expert_up<{arguments}, {s.warps}, {s.stages}, {s.occupancy}, {types}>"
+    pieces = f"{s.warps // 2}, {s.stages}, {s.occupancy}"
+    return "experts/expert_gemv.cu", f"crelle::expert_up<{arguments}, {pieces}, {types}>"
 
 
 def down_variant(e: ExpertWeights, s: ExpertGemvConfig, encodes: bool, dtype: torch.dtype) -> tuple[str, str]:
@@ -103,9 +106,8 @@ def up(
     w, M = e.gate, x.shape[0]
     inner = torch.empty(M, e.top, e.pitch, dtype=x.dtype, device=x.device)
     s = gemv_config(w, w.blocks, 2)
-    sets = e.top * -(-w.N // ROWS)
     load(*up_variant(e, s, op, x.dtype))(
-        (_grid(sets, s, M), M, 1),
+        (_grid(e.top * -(-w.N // ROWS), 2 * w.blocks, s, M), M, 1),
         32 * s.warps,
         *(e.table, logits, x, norm, shift, inner, w.N, w.K, w.blocks, w.words.shape[2], w.blocks_per_scale),
         *(e.count, logits.shape[1], e.top, int(e.normalize), e.pitch, float(eps)),
@@ -136,7 +138,7 @@ def down(
         )
     y = torch.empty(M, w.N, dtype=inner.dtype, device=inner.device)
     load(*down_variant(e, s, encodes, inner.dtype))(
-        (_grid(-(-w.N // ROWS), s, M), M, 1),
+        (_grid(-(-w.N // ROWS), units, s, M), M, 1),
         32 * s.warps,
         *(e.table, logits, inner if encodes else None, bits, scale, residual, shared, y),
         *(w.N, w.blocks, w.words.shape[2], w.blocks_per_scale, e.count, logits.shape[1], e.top, int(e.normalize)),
@@ -147,31 +149,41 @@ def down(
 
 
 def gemv_config(
-    w: CudaWeight, units: int, tiles: int, encoded: int | None = None, hopper: bool | None = None
+    w: CudaWeight, blocks: int, matrices: int = 1, encoded: int | None = None, hopper: bool | None = None
 ) -> ExpertGemvConfig:
-    """Return the tile config for products of this number of blocks of 256 inputs and tiles of rows at a time.
+    """Return the tile config for rows of this number of blocks of 256 inputs, of one or two matrices at a time.
 
-    `encoded`: blocks of x that a thread block has bit-serial.
+    Warps share the blocks as evenly as they can. `encoded`: blocks of x that a thread block has bit-serial.
     """
-    encoded = units if encoded is None else encoded
-    room = _room(hopper)
-    most = 3 if w.P <= 4 and w.groups <= 2 else 2  # registers
-    deep = min(4, max(2, tiles * -(-units // _WARPS)))
+    encoded = blocks if encoded is None else encoded
+    choices = range(1, min(_MOST_WARPS // matrices, blocks) + 1)
+    each = max(choices, key=lambda n: (blocks / (-(-blocks // n) * n), n))
+    warps = each * matrices
+    most = max(1, (2 if w.P <= 4 and w.groups <= 2 else 1) * _MOST_WARPS // warps)  # registers: 64 a thread, or 128
     for occupancy in range(most, 0, -1):
-        for stages in range(deep, tiles - 1, -1):
-            s = ExpertGemvConfig(_WARPS, stages, occupancy)
-            static = 2 * _WARPS * tiles * 64 + 1024 + 256
-            if (_gemv_shared(w, s, encoded) + static) * occupancy <= room:
+        for stages in range(_MOST_STAGES, 1 if occupancy > 1 else 0, -1):
+            s = ExpertGemvConfig(warps, stages, occupancy)
+            static = 2 * warps * 64 + 1024 + 256
+            if (_gemv_shared(w, s, encoded) + static) * occupancy <= _room(hopper):
                 return s
-            if occupancy > 2 and stages <= 3:
-                break  # two thread blocks with more under way are better than three with less
-    return ExpertGemvConfig(_WARPS // 2, tiles, 1)
+    return ExpertGemvConfig(warps, 1, 1)
 
 
-def _grid(sets: int, s: ExpertGemvConfig, rows: int) -> int:
-    """Return thread blocks for a token: as many as run at once, or fewer where that shares the work out evenly."""
-    fit = max(1, multiprocessors() * s.occupancy // rows)
-    return -(-sets // -(-sets // fit))
+def _grid(sets: int, blocks: int, s: ExpertGemvConfig, rows: int) -> int:
+    """Return thread blocks for a token: the longest share of a multiprocessor is as short as it can be.
+
+    Of equal shares fewer thread blocks are better if they ask for all their weights at once, otherwise more.
+    """
+    processors = multiprocessors()
+
+    def cost(each: int) -> tuple[int, int]:  # sets of a multiprocessor, if a thread block takes so many
+        count = rows * -(-sets // each)
+        resident = min(s.occupancy, -(-count // processors))
+        waves = -(-count // (resident * processors))
+        at_once = each * -(-blocks // s.warps) <= s.stages
+        return resident * waves * each + 2 * (waves - 1), count if at_once else -count
+
+    return -(-sets // min(range(1, sets + 1), key=cost))
 
 
 def _gemv_shared(w: CudaWeight, s: ExpertGemvConfig, encoded: int) -> int:
@@ -198,9 +210,10 @@ class ExpertGemmConfig:
     """Tile config of expert_gemm.cu; its template parameters."""
 
     tokens: int  # of a pass
+    tiles: int  # of 16 rows that a warp has; gate's and up's in turn
     warps_n: int  # warps along N
     warps_k: int  # warps that split K
-    stages: int  # times 256 inputs and two tiles
+    stages: int  # times 256 inputs of all tiles
     occupancy: int
 
 
@@ -222,22 +235,38 @@ def route_variant(count: int) -> tuple[str, str]:
     return "experts/routing.cu", f"crelle::route<{per_lane(count)}>"
 
 
-def sort_variant(at_a_time: int) -> tuple[str, str]:
-    return "experts/routing.cu", f"crelle::sort_slots<{at_a_time}>"
+def sort_variant(at_a_time: int, count: int) -> tuple[str, str]:
+    return "experts/routing.cu", f"crelle::sort_slots<{at_a_time}, {per_lane(count)}>"
 
 
 def combine_variant(dtype: torch.dtype) -> tuple[str, str]:
     return "experts/routing.cu", f"crelle::combine<{C_TYPES[dtype]}>"
 
 
-def route(logits: Tensor, e: ExpertWeights) -> tuple[Tensor, Tensor]:
-    """Return the experts int32 [M, top] that logits f32 [M, count …] choose, and their weights f32 [M, top]."""
-    M = logits.shape[0]
-    chosen = torch.empty(M, e.top, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(M, e.top, dtype=torch.float32, device=logits.device)
+def route(logits: Tensor, e: ExpertWeights, tokens: int) -> tuple[Tensor, Tensor, "Slots"]:
+    """Return what logits f32 [M, count …] choose: experts int32 [M, top], weights f32 [M, top], and the sorted slots.
+
+    Slots are in passes of up to `tokens`.
+    """
+    M, device = logits.shape[0], logits.device
+    chosen = torch.empty(M, e.top, dtype=torch.int32, device=device)
+    weights = torch.empty(M, e.top, dtype=torch.float32, device=device)
     sizes = (M, e.count, logits.shape[1], e.top, int(e.normalize))
-    load(*route_variant(e.count))((-(-M // 8), 1, 1), 256, logits, chosen, weights, *sizes, pdl=True)
-    return chosen, weights
+    together = M <= _SORT_ROUTES
+    if not together:
+        load(*route_variant(e.count))((-(-M // 8), 1, 1), 256, logits, chosen, weights, *sizes, pdl=True)
+    most = min(M * e.top, e.count + M * e.top // tokens)
+    order = torch.empty(M * e.top, dtype=torch.int32, device=device)
+    passes = torch.empty(most, _PASS_WORDS, dtype=torch.int64, device=device)
+    pass_count = torch.empty(1, dtype=torch.int32, device=device)
+    load(*sort_variant(tokens, e.count))(
+        (1, 1, 1),
+        1024,
+        *(logits if together else None, chosen, weights, e.table, order, passes, pass_count, *sizes),
+        shared=32 * e.count * 4,
+        pdl=True,
+    )
+    return chosen, weights, Slots(M * e.top, tokens, order, passes, pass_count)
 
 
 def at_a_time(rows: int, e: ExpertWeights) -> int:
@@ -246,27 +275,10 @@ def at_a_time(rows: int, e: ExpertWeights) -> int:
     return next((n for n in PASSES if 1.5 * mean <= n), PASSES[-1])
 
 
-def sort(chosen: Tensor, e: ExpertWeights, tokens: int) -> Slots:
-    """Return the slots of chosen [M, top] sorted by expert, in passes of up to `tokens`."""
-    count, device = chosen.numel(), chosen.device
-    most = min(count, e.count + count // tokens)
-    order = torch.empty(count, dtype=torch.int32, device=device)
-    passes = torch.empty(most, _PASS_WORDS, dtype=torch.int64, device=device)
-    pass_count = torch.empty(1, dtype=torch.int32, device=device)
-    load(*sort_variant(tokens))(
-        (1, 1, 1),
-        1024,
-        *(chosen, e.table, order, passes, pass_count, count, e.count),
-        shared=32 * e.count * 4,
-        pdl=True,
-    )
-    return Slots(count, tokens, order, passes, pass_count)
-
-
 def gemm_variant(e: ExpertWeights, gated: bool, s: ExpertGemmConfig, dtype: torch.dtype) -> tuple[str, str]:
     w = e.gate if gated else e.down
     arguments = f"{str(gated).lower()}, {_form(w)}, {s.tokens}, crelle::{e.activation}"
-    pieces = f"{s.warps_n}, {s.warps_k}, {s.stages}, {s.occupancy}"
+    pieces = f"{s.tiles}, {s.warps_n}, {s.warps_k}, {s.stages}, {s.occupancy}"
     types = f"{C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}"
     return "experts/expert_gemm.cu", f"crelle::expert_gemm<{arguments}, {pieces}, {types}>"
 
@@ -288,7 +300,7 @@ def grouped_down(inner: Tensor, slots: Slots, e: ExpertWeights) -> Tensor:
 def _grouped(x: Tensor, y: Tensor, slots: Slots, e: ExpertWeights, gated: bool) -> None:
     w = e.gate if gated else e.down
     s = gemm_config(w, slots.at_a_time)
-    outputs = ROWS * s.warps_n * (1 if gated else 2)
+    outputs = ROWS * s.warps_n * s.tiles // (2 if gated else 1)
     most = slots.passes.shape[0] * -(-w.N // outputs)
     load(*gemm_variant(e, gated, s, x.dtype))(
         (min(most, multiprocessors() * s.occupancy), 1, 1),
@@ -304,18 +316,24 @@ def gemm_config(w: CudaWeight, tokens: int, hopper: bool | None = None) -> Exper
     """Return the tile config for passes of this number of slots; K is split the same for all, for a slot's bits."""
     warps_k = next(n for n in (8, 4, 2, 1) if w.blocks / (-(-w.blocks // n) * n) >= 0.85)
     room, most = _room(hopper), 1 if tokens > 16 or w.P > 4 else 2
+    tiles = 4 if _has_offset_codes(w) and tokens <= 8 and _WARPS // warps_k * 64 <= w.N else 2
     for occupancy in range(most, 0, -1):
-        for stages in (4, 3, 2) if occupancy == 1 else (3, 2):
-            s = ExpertGemmConfig(tokens, _WARPS // warps_k, warps_k, stages, occupancy)
+        for stages in range(8 // tiles, 0 if tiles == 4 else 1, -1):
+            s = ExpertGemmConfig(tokens, tiles, _WARPS // warps_k, warps_k, stages, occupancy)
             if (_gemm_shared(w, s) + 1024) * occupancy <= room:
                 return s
-    return ExpertGemmConfig(tokens, max(1, 4 // warps_k), min(4, warps_k), 1, 1)
+    return ExpertGemmConfig(tokens, 2, max(1, 4 // warps_k), min(4, warps_k), 1, 1)
+
+
+def _has_offset_codes(w: CudaWeight) -> bool:
+    """As HAS_OFFSET_CODES of offset_codes.cuh."""
+    return w.P <= 4 and w.groups <= 2 and w.kind not in (ScaleKind.BCQ, ScaleKind.BCQ_SYMMETRIC)
 
 
 def _gemm_shared(w: CudaWeight, s: ExpertGemmConfig) -> int:
-    stages = 2 * s.stages
+    stages = s.tiles * s.stages
     queue = stages * (_block_bytes(w) + 8)
-    return s.warps_n * s.warps_k * queue + 2 * s.warps_k * s.tokens * (32 * s.warps_n + 4) * 4
+    return s.warps_n * s.warps_k * queue + 2 * s.warps_k * s.tokens * (16 * s.tiles * s.warps_n + 4) * 4
 
 
 def combine(
@@ -363,4 +381,4 @@ def variants(i: int, gate: CudaWeight, down_w: CudaWeight, hopper: bool) -> Iter
     tokens = PASSES[i % 3]
     for gated in (True, False):
         yield gemm_variant(e, gated, gemm_config(gate if gated else down_w, tokens, hopper), dtype)
-    yield from (route_variant(e.count), sort_variant(tokens), logits_variant(dtype), combine_variant(dtype))
+    yield from (route_variant(e.count), sort_variant(tokens, e.count), logits_variant(dtype), combine_variant(dtype))
