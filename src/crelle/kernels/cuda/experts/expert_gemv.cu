@@ -4,9 +4,10 @@
 //   expert_down   y = residual + sum over a token's slots of w_e down_e inner[slot] (+ sigmoid(s) shared)
 //
 // No launch is needed to route: a warp finds the largest of a few hundred logits in less time than it waits for memory,
-// so each warp of both kernels does (`choose`) and asks for its weights at the addresses in the table. For
-// `expert_down` the experts of a token are one matrix, their inputs one after the other: an expert's weight w_e is part
-// of the scale of its inputs, so that the sum over experts is the sum over inputs, in one order.
+// so in both kernels a warp of each thread block does (`choose`). In `expert_up`, where all wait for it, the other
+// warps take the table of addresses to shared memory and begin with x meanwhile. For `expert_down` the experts of a
+// token are one matrix, their inputs one after the other: an expert's weight w_e is part of the scale of its inputs, so
+// that the sum over experts is the sum over inputs, in one order.
 //
 // For one token these kernels are a chain of waits and not a stream of bytes, so the chain is short, and a thread block
 // asks for all its weights at once: warps split the blocks of 256 inputs, in `expert_up` one half of the warps takes
@@ -43,19 +44,16 @@ __device__ __forceinline__ size_t scales_before(int n, int b, int blocks, int bl
   return (size_t)set * SCALE_BYTES;
 }
 
-// What the chosen experts' slots have in a matrix; lane i has that of slot i.
-struct SlotMatrix {
-  Address planes, scales;
-
-  __device__ __forceinline__ SlotMatrix(const Address *table, int expert, Matrix matrix, bool there)
-      : planes(there ? address_of(table, expert, matrix, PLANES) : 0),
-        scales(there ? address_of(table, expert, matrix, SCALES) : 0) {}
+// What a token's slots are: as `choose` found them, for the other warps.
+struct Chosen {
+  int expert[32];
+  float weight[32];
 };
 
 // table: see choice.cuh; logits f32 [tokens, pitch]; x [tokens, K], norm and norm_bias [K] of OP (PLAIN, RMS_NORM,
 // LAYER_NORM); inner [tokens, top, inner_pitch], zeros from N on. Matrices [N, K] as in bmma_gemv.cu. Grid (G, tokens):
 // a thread block takes a G-th of the sets of 16 outputs of its token's slots; 2 SPLITS warps: SPLITS of a matrix share
-// K. Shared: pipelines, then x bit-serial.
+// K. Shared: pipelines, x bit-serial, then addresses of planes and scales of gate and up of all experts.
 template <int P, ScaleKind KIND, int GROUPS, int E, Prologue OP, Activation ACT, int SPLITS, int STAGES, int OCCUPANCY,
           typename S, typename X>
 __global__ void __launch_bounds__(SPLITS * 64, OCCUPANCY)
@@ -67,6 +65,7 @@ __global__ void __launch_bounds__(SPLITS * 64, OCCUPANCY)
   using Queue = Pipeline<STAGES, B::PLANE_BYTES + B::SCALE_BYTES>;
   extern __shared__ __align__(128) char shared[];
   __shared__ float partial[2][2][SPLITS][16];
+  __shared__ Chosen slots;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), token = blockIdx.y;
   const int tiles = (N + 15) / 16, sets = top * tiles, split = warp % SPLITS;
   const int start = blockIdx.x * sets / gridDim.x, stop = (blockIdx.x + 1) * sets / gridDim.x;
@@ -74,6 +73,10 @@ __global__ void __launch_bounds__(SPLITS * 64, OCCUPANCY)
   const Matrix matrix = warp < SPLITS ? GATE : UP;
 
   Queue queue(shared + warp * Queue::SIZE, lane);
+  uint32 *const bits = reinterpret_cast<uint32 *>(shared + WARPS * Queue::SIZE);
+  float *const xscale = reinterpret_cast<float *>(bits + 2 * blocks * 64);
+  Address *const staged = reinterpret_cast<Address *>(xscale + 2 * blocks * (1 + PARTS));  // [count, gate or up, 2]
+
   struct Place {  // of a set
     int slot, tile;
     __device__ __forceinline__ void next(int tiles) {
@@ -90,12 +93,22 @@ __global__ void __launch_bounds__(SPLITS * 64, OCCUPANCY)
   grid_dependency_wait_late(N);
   launch_dependents();  // not before: the next kernel reads the logits, too
 
-  int expert;
-  float weight;
-  choose<E>(logits + (size_t)token * pitch, count, top, normalize, lane, expert, weight);
-  const SlotMatrix own(table, expert, matrix, lane < top);
-  const Address biases[2] = {lane < top ? address_of(table, expert, GATE, BIAS) : 0,
-                             lane < top ? address_of(table, expert, UP, BIAS) : 0};
+  const X *const row = x + (size_t)token * K;
+  if (warp < 2 * blocks) quarter.read(row, K);
+  if (warp == WARPS - 1) {  // where K is short, statistics need nothing of this warp
+    int expert;
+    float weight;
+    choose<E>(logits + (size_t)token * pitch, count, top, normalize, lane, expert, weight);
+    slots.expert[lane] = expert;
+  } else {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < count * 4; i += (WARPS - 1) * 32)
+      staged[i] = address_of(table, i / 4, static_cast<Matrix>(i / 2 % 2), static_cast<Part>(i % 2));
+  }
+  const float2 stats = statistics<OP, WARPS>(row, K, eps);
+  if constexpr (OP == PLAIN) __syncthreads();  // otherwise it has been done
+  const int expert = slots.expert[lane];
+  const Address planes_at = staged[expert * 4 + matrix * 2], scales_at = staged[expert * 4 + matrix * 2 + 1];
   const auto issue_load = [&](int stage) {
     if (wanted.left == 0) {
       queue.issue_nothing();
@@ -103,10 +116,10 @@ __global__ void __launch_bounds__(SPLITS * 64, OCCUPANCY)
     }
     const int slot = wanted.at.slot, n = wanted.at.tile, b = wanted.block;
     queue.issue_load(stage,
-                     reinterpret_cast<const char *>(__shfl_sync(~0u, own.planes, slot)) +
+                     reinterpret_cast<const char *>(__shfl_sync(~0u, planes_at, slot)) +
                          planes_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, planes),
                      B::PLANE_BYTES,
-                     reinterpret_cast<const char *>(__shfl_sync(~0u, own.scales, slot)) +
+                     reinterpret_cast<const char *>(__shfl_sync(~0u, scales_at, slot)) +
                          scales_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, blocks_per_scale),
                      B::SCALE_BYTES);
     if (++wanted.block == end) wanted.block = begin, wanted.left--, wanted.at.next(tiles);
@@ -114,23 +127,18 @@ __global__ void __launch_bounds__(SPLITS * 64, OCCUPANCY)
 #pragma unroll
   for (int s = 0; s < STAGES; s++) issue_load(s);
 
-  uint32 *bits = reinterpret_cast<uint32 *>(shared + WARPS * Queue::SIZE);
-  float *xscale = reinterpret_cast<float *>(bits + 2 * blocks * 64);
-  {
-    const X *row = x + (size_t)token * K;
-    if (warp < 2 * blocks) quarter.read(row, K);
-    const float2 stats = statistics<OP, WARPS>(row, K, eps);
 #pragma unroll 1
-    for (int half = warp; half < 2 * blocks; half += WARPS) {
-      if (half != warp) {
-        quarter.place(norm, norm_bias, nullptr, half, K, blocks, lane);
-        quarter.read(row, K);
-      }
-      quarter.apply(stats);
-      write_bitserial<PARTS, 1>(quarter.v, bits, xscale, half, 0, lane);
+  for (int half = warp; half < 2 * blocks; half += WARPS) {
+    if (half != warp) {
+      quarter.place(norm, norm_bias, nullptr, half, K, blocks, lane);
+      quarter.read(row, K);
     }
-    __syncthreads();
+    quarter.apply(stats);
+    write_bitserial<PARTS, 1>(quarter.v, bits, xscale, half, 0, lane);
   }
+  const Address biases[2] = {warp == 0 && lane < top ? address_of(table, expert, GATE, BIAS) : 0,
+                             warp == 0 && lane < top ? address_of(table, expert, UP, BIAS) : 0};
+  __syncthreads();
 
   const bool first = B::first(lane);
   const float place = B::place(lane);
@@ -193,6 +201,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   using Queue = Pipeline<STAGES, B::PLANE_BYTES + B::SCALE_BYTES>;
   extern __shared__ __align__(128) char shared[];
   __shared__ float partial[2][WARPS][16];
+  __shared__ Chosen slots;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), token = blockIdx.y;
   const int sets = (N + 15) / 16, units = top * blocks;  // blocks of 256 inputs of all slots
   const int begin = warp * units / WARPS, end = (warp + 1) * units / WARPS;
@@ -205,11 +214,18 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
       if (++block == blocks) block = 0, slot++;
     }
   } const here = {begin / blocks, begin % blocks};
-  int expert;
-  float weight;
   logits += (size_t)token * pitch;
-  choose<E>(logits, count, top, normalize, lane, expert, weight);
-  const SlotMatrix own(table, expert, DOWN, lane < top);
+  if (warp == 0) {
+    int expert;
+    float weight;
+    choose<E>(logits, count, top, normalize, lane, expert, weight);
+    slots.expert[lane] = expert, slots.weight[lane] = weight;
+  }
+  __syncthreads();
+  const int expert = slots.expert[lane];
+  const float weight = slots.weight[lane];
+  const Address planes_at = lane < top ? address_of(table, expert, DOWN, PLANES) : 0;
+  const Address scales_at = lane < top ? address_of(table, expert, DOWN, SCALES) : 0;
   const Address bias_at = lane < top ? address_of(table, expert, DOWN, BIAS) : 0;
   const bool biased = __any_sync(~0u, bias_at != 0);
   struct {
@@ -223,10 +239,10 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     }
     const int slot = wanted.at.slot, b = wanted.at.block, n = wanted.set;
     queue.issue_load(stage,
-                     reinterpret_cast<const char *>(__shfl_sync(~0u, own.planes, slot)) +
+                     reinterpret_cast<const char *>(__shfl_sync(~0u, planes_at, slot)) +
                          planes_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, planes),
                      B::PLANE_BYTES,
-                     reinterpret_cast<const char *>(__shfl_sync(~0u, own.scales, slot)) +
+                     reinterpret_cast<const char *>(__shfl_sync(~0u, scales_at, slot)) +
                          scales_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, blocks_per_scale),
                      B::SCALE_BYTES);
     wanted.at.next(blocks);

@@ -34,8 +34,8 @@ MAX_TOP = 32  # a lane of a warp has one
 PASSES = (8, 16, 32)  # slots of an expert at a time
 _WARPS = 8  # of expert_gemm.cu
 _MOST_WARPS, _MOST_STAGES = 16, 4  # of expert_gemv.cu
-_ROOM = 226 * 1024  # bytes of shared memory of a multiprocessor
-_OLD_ROOM = 99 * 1024  # the same before Hopper, of the smallest chip
+_ROOM = 228 * 1024  # bytes of shared memory of a multiprocessor, 1024 of them each thread block's
+_OLD_ROOM = 100 * 1024  # the same before Hopper, of the smallest chip
 _MOST_ENCODED = 64  # half blocks of `inner` that every thread block may encode for itself
 _ROUTER_ROWS = 4  # tokens of a warp of router_logits
 _SORT_ROUTES = 128  # tokens for which one thread block routes and sorts
@@ -105,13 +105,13 @@ def up(
     """
     w, M = e.gate, x.shape[0]
     inner = torch.empty(M, e.top, e.pitch, dtype=x.dtype, device=x.device)
-    s = gemv_config(w, w.blocks, 2)
+    s = gemv_config(w, w.blocks, 2, staged=e.count)
     load(*up_variant(e, s, op, x.dtype))(
         (_grid(e.top * -(-w.N // ROWS), 2 * w.blocks, s, M), M, 1),
         32 * s.warps,
         *(e.table, logits, x, norm, shift, inner, w.N, w.K, w.blocks, w.words.shape[2], w.blocks_per_scale),
         *(e.count, logits.shape[1], e.top, int(e.normalize), e.pitch, float(eps)),
-        shared=_gemv_shared(w, s, w.blocks),
+        shared=_gemv_shared(w, s, w.blocks, e.count),
         pdl=True,
     )
     return inner
@@ -149,11 +149,17 @@ def down(
 
 
 def gemv_config(
-    w: CudaWeight, blocks: int, matrices: int = 1, encoded: int | None = None, hopper: bool | None = None
+    w: CudaWeight,
+    blocks: int,
+    matrices: int = 1,
+    encoded: int | None = None,
+    staged: int = 0,
+    hopper: bool | None = None,
 ) -> ExpertGemvConfig:
     """Return the tile config for rows of this number of blocks of 256 inputs, of one or two matrices at a time.
 
-    Warps share the blocks as evenly as they can. `encoded`: blocks of x that a thread block has bit-serial.
+    Warps share the blocks as evenly as they can. `encoded`: blocks of x that a thread block has bit-serial;
+    `staged`: experts of which it has the addresses.
     """
     encoded = blocks if encoded is None else encoded
     choices = range(1, min(_MOST_WARPS // matrices, blocks) + 1)
@@ -163,8 +169,8 @@ def gemv_config(
     for occupancy in range(most, 0, -1):
         for stages in range(_MOST_STAGES, 1 if occupancy > 1 else 0, -1):
             s = ExpertGemvConfig(warps, stages, occupancy)
-            static = 2 * warps * 64 + 1024 + 256
-            if (_gemv_shared(w, s, encoded) + static) * occupancy <= _room(hopper):
+            static = 128 * warps + 384 + 1024
+            if (_gemv_shared(w, s, encoded, staged) + static) * occupancy <= _room(hopper):
                 return s
     return ExpertGemvConfig(warps, 1, 1)
 
@@ -186,9 +192,9 @@ def _grid(sets: int, blocks: int, s: ExpertGemvConfig, rows: int) -> int:
     return -(-sets // min(range(1, sets + 1), key=cost))
 
 
-def _gemv_shared(w: CudaWeight, s: ExpertGemvConfig, encoded: int) -> int:
+def _gemv_shared(w: CudaWeight, s: ExpertGemvConfig, encoded: int, staged: int = 0) -> int:
     queue = s.stages * (_block_bytes(w) + 8) + (s.stages & 1) * 8
-    return s.warps * queue + 2 * encoded * (64 + 1 + parts(w)) * 4
+    return s.warps * queue + 2 * encoded * (64 + 1 + parts(w)) * 4 + 32 * staged
 
 
 # --- many tokens ------------------------------------------------------------------------------------------------------
@@ -376,7 +382,7 @@ def variants(i: int, gate: CudaWeight, down_w: CudaWeight, hopper: bool) -> Iter
     dtype, activation = (torch.float16, torch.bfloat16)[i % 2], get_args(Activation)[i % 4]
     e = ExpertWeights(torch.empty(0), gate, down_w, (8, 64, 128, 512)[i % 4], 2, True, activation)
     op: Prologue = ("PLAIN", "RMS_NORM", "LAYER_NORM")[i % 3]
-    yield up_variant(e, gemv_config(gate, gate.blocks, 2, hopper=hopper), op, dtype)
+    yield up_variant(e, gemv_config(gate, gate.blocks, 2, staged=e.count, hopper=hopper), op, dtype)
     yield down_variant(e, gemv_config(down_w, 8, 1, 8 * (i % 2), hopper=hopper), i % 2 == 1, dtype)
     tokens = PASSES[i % 3]
     for gated in (True, False):
