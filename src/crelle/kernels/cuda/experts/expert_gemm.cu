@@ -10,7 +10,8 @@
 // As in skinny_gemm.cu weights are dequantized in registers for the warp's mma (codes of up to 4 bits without their
 // scale: offset_codes.cuh) and x is read as it lies; a row of x is found through the order of the slots. A warp's load
 // pipeline goes on from one piece of work to the next, and what a piece needs to know (addresses, rows) is loaded one
-// piece before. WARPS_K warps split K and add up in a fixed order: a slot's bits do not depend on the others, nor on
+// piece before. Where a warp has one block of 256 inputs (KEEPS), x stays in its registers for a whole pass. WARPS_K
+// warps split K and add up in a fixed order: a slot's bits do not depend on the others, nor on
 // NT.
 #include "experts/choice.cuh"
 #include "experts/offset_codes.cuh"
@@ -29,8 +30,8 @@ struct Slots {
 // passes u64 [.., PASS] and how many; order [slots]: the slot at each place; x [.., x_pitch], K inputs, a multiple of
 // 8, of token order / top (GATED) or place; y [.., stride] of N outputs: by place (GATED; zeros from N on) or by slot.
 // Matrices [N, K] as in bmma_gemv.cu. Grid (G). Shared: pipelines, then 2 WARPS_K NT (32 WARPS_N + 4) floats.
-template <bool GATED, int P, ScaleKind KIND, int GROUPS, int NT, Activation ACT, int TILES, int WARPS_N, int WARPS_K,
-          int STAGES, int OCCUPANCY, typename S, typename X>
+template <bool GATED, int P, ScaleKind KIND, int GROUPS, int NT, Activation ACT, bool KEEPS, int TILES, int WARPS_N,
+          int WARPS_K, int STAGES, int OCCUPANCY, typename S, typename X>
 __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
     expert_gemm(const Address *passes, const int *pass_count, const int *order, const X *x, X *y, int N, int K,
                 int blocks, int planes, int blocks_per_scale, int x_pitch, int stride, int top) {
@@ -110,28 +111,57 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
     for (int c = 0; c < COUNT; c++) rows[c] = x + (size_t)places[c] * x_pitch + begin * 256 + t * 32;
   };
   const int mine = begin < end ? K - begin * 256 : 0;  // inputs from this warp's first on
+  int left = mine;                                     // inputs from those on that are in registers
+  using In = Tokens<NT, OFFSET>;
+  In in[KEEPS ? 2 : 1];  // half a block, or (KEEPS) all that this warp needs for a pass
+  float offsets[KEEPS ? 2 : 1][COUNT][4];
+  const auto load_half = [&](In &to) {
+    to.template load<0>(rows, left >= 128, left - t * 32), to.template load<1>(rows, left >= 128, left - t * 32);
+  };
+  const auto next_rows = [&] {
+    left -= 128;
+#pragma unroll
+    for (int c = 0; c < COUNT; c++) rows[c] += 128;
+  };
+  const auto clear = [](float (&v)[COUNT][4]) {
+#pragma unroll
+    for (int i = 0; i < COUNT * 4; i++) v[i / 4][i % 4] = 0;
+  };
+  const auto eight_steps = [&](auto use, auto between) {
+    use.template operator()<0>(), use.template operator()<1>(), use.template operator()<2>();
+    use.template operator()<3>(), between(), use.template operator()<4>(), use.template operator()<5>();
+    use.template operator()<6>(), use.template operator()<7>();
+  };
+  const auto load_x = [&] {  // of a pass; KEEPS: all, ready for the instruction
+    left = mine;
+    load_half(in[0]);
+    if constexpr (KEEPS) {
+      next_rows(), load_half(in[1]);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        in[h].template pair<0>(), in[h].template pair<1>(), clear(offsets[h]);
+        const auto add = [&]<int STEP>() {
+          skinny_gemm_step<STEP, NT, X>(offsets[h], typename Codes::Offsets(), in[h]);
+        };
+        if constexpr (OFFSET) eight_steps(add, [] {});
+      }
+    }
+  };
   Slots now(__ldcg(pass_of(first_pass)));
-  Tokens<NT, OFFSET> in;
   int places[COUNT];
-  find(places, now), point(places);
-  in.template load<0>(rows, mine >= 128, mine - t * 32), in.template load<1>(rows, mine >= 128, mine - t * 32);
+  find(places, now), point(places), load_x();
 
   int slot = 0, phase = 0, page = 0, pass = first_pass, set = first_set;
 #pragma unroll 1
   for (int item = start; item < stop; item++, page ^= 1) {
     const bool ends = set + 1 == sets;  // the pass
     const Address next_slots = __ldcg(pass_of(pass + ends));
-    float y_sums[TILES][COUNT][4] = {};  // of this warp's inputs
-    int left = mine;
-    const char *piece[TILES];
-#pragma unroll 1
-    for (int half = 2 * begin; half < 2 * end; half++) {
-      const bool second = half & 1;
-      float offsets[COUNT][4] = {};
-      in.template pair<0>();
-      left = half + 1 < 2 * end ? left - 128 : 0;
+    float y_sums[TILES][COUNT][4];  // of this warp's inputs
 #pragma unroll
-      for (int c = 0; c < COUNT; c++) rows[c] += 128;
+    for (int j = 0; j < TILES; j++) clear(y_sums[j]);
+    const char *piece[TILES];
+    const auto multiply_half = [&](bool second, In &x, float (&offset)[COUNT][4]) {
+      if constexpr (!KEEPS) x.template pair<0>(), clear(offset);
 #pragma unroll
       for (int j = 0; j < TILES; j++) {
         if (!second) piece[j] = queue.wait(slot * TILES + j, phase);
@@ -142,24 +172,37 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
           __syncwarp();
           issue_load(slot, j, zero);
         }
-        float own[COUNT][4] = {};
+        float own[COUNT][4];
+        clear(own);
         float (&d)[COUNT][4] = OFFSET ? own : y_sums[j];
+        const bool last = j == TILES - 1;
         const auto step = [&]<int STEP>() {
-          skinny_gemm_step<STEP, NT, X>(d, w, in);
-          if constexpr (OFFSET)
-            if (j == 0) skinny_gemm_step<STEP, NT, X>(offsets, typename Codes::Offsets(), in);
+          skinny_gemm_step<STEP, NT, X>(d, w, x);
+          if constexpr (OFFSET && !KEEPS)
+            if (j == 0) skinny_gemm_step<STEP, NT, X>(offset, typename Codes::Offsets(), x);
         };
-        step.template operator()<0>(), step.template operator()<1>();
-        step.template operator()<2>(), step.template operator()<3>();
-        if (j == TILES - 1) in.template load<0>(rows, left >= 128, left - t * 32);
-        w.next_half();
-        if (j == 0) in.template pair<1>();
-        step.template operator()<4>(), step.template operator()<5>();
-        step.template operator()<6>(), step.template operator()<7>();
-        if (j == TILES - 1) in.template load<1>(rows, left >= 128, left - t * 32);
-        if constexpr (OFFSET) w.add(y_sums[j], own, offsets);
+        eight_steps(step, [&] {
+          w.next_half();
+          if constexpr (!KEEPS) {
+            if (last) x.template load<0>(rows, left >= 128, left - t * 32);
+            if (j == 0) x.template pair<1>();
+          }
+        });
+        if constexpr (!KEEPS)
+          if (last) x.template load<1>(rows, left >= 128, left - t * 32);
+        if constexpr (OFFSET) w.add(y_sums[j], own, offset);
       }
       if (second && ++slot == STAGES) slot = 0, phase ^= 1;
+    };
+    if constexpr (KEEPS) {
+      if (begin < end) multiply_half(false, in[0], offsets[0]), multiply_half(true, in[1], offsets[1]);
+    } else {
+#pragma unroll 1
+      for (int half = 2 * begin; half < 2 * end; half++) {
+        next_rows();
+        if (half + 1 == 2 * end) left = 0;
+        multiply_half(half & 1, in[0], offsets[0]);
+      }
     }
 
     const Slots next(next_slots);
@@ -174,8 +217,7 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
         to[0] = d[0], to[SUMS] = d[1], to[8] = d[2], to[SUMS + 8] = d[3];
       }
     __syncthreads();  // two pages: no warp is two pieces of work ahead
-    point(places);
-    in.template load<0>(rows, mine >= 128, mine - t * 32), in.template load<1>(rows, mine >= 128, mine - t * 32);
+    if (!KEEPS || ends) point(places), load_x();
     const X *bias[MATRICES];
 #pragma unroll
     for (int m = 0; m < MATRICES; m++)

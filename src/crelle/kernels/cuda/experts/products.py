@@ -38,7 +38,7 @@ _ROOM = 228 * 1024  # bytes of shared memory of a multiprocessor, 1024 of them e
 _OLD_ROOM = 100 * 1024  # the same before Hopper, of the smallest chip
 _MOST_ENCODED = 64  # half blocks of `inner` that every thread block may encode for itself
 _ROUTER_ROWS = 4  # tokens of a warp of router_logits
-_SORT_ROUTES = 128  # tokens for which one thread block routes and sorts
+_SORT_ROUTES = 32  # tokens for which one thread block routes and sorts
 _PASS_WORDS = 10
 
 
@@ -216,6 +216,7 @@ class ExpertGemmConfig:
     """Tile config of expert_gemm.cu; its template parameters."""
 
     tokens: int  # of a pass
+    keeps: bool  # x in registers: a warp has one block of 256 inputs
     tiles: int  # of 16 rows that a warp has; gate's and up's in turn
     warps_n: int  # warps along N
     warps_k: int  # warps that split K
@@ -284,7 +285,7 @@ def at_a_time(rows: int, e: ExpertWeights) -> int:
 def gemm_variant(e: ExpertWeights, gated: bool, s: ExpertGemmConfig, dtype: torch.dtype) -> tuple[str, str]:
     w = e.gate if gated else e.down
     arguments = f"{str(gated).lower()}, {_form(w)}, {s.tokens}, crelle::{e.activation}"
-    pieces = f"{s.tiles}, {s.warps_n}, {s.warps_k}, {s.stages}, {s.occupancy}"
+    pieces = f"{str(s.keeps).lower()}, {s.tiles}, {s.warps_n}, {s.warps_k}, {s.stages}, {s.occupancy}"
     types = f"{C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}"
     return "experts/expert_gemm.cu", f"crelle::expert_gemm<{arguments}, {pieces}, {types}>"
 
@@ -320,15 +321,18 @@ def _grouped(x: Tensor, y: Tensor, slots: Slots, e: ExpertWeights, gated: bool) 
 
 def gemm_config(w: CudaWeight, tokens: int, hopper: bool | None = None) -> ExpertGemmConfig:
     """Return the tile config for passes of this number of slots; K is split the same for all, for a slot's bits."""
-    warps_k = next(n for n in (8, 4, 2, 1) if w.blocks / (-(-w.blocks // n) * n) >= 0.85)
-    room, most = _room(hopper), 1 if tokens > 16 or w.P > 4 else 2
-    tiles = 4 if _has_offset_codes(w) and tokens <= 8 and _WARPS // warps_k * 64 <= w.N else 2
+    choices = range(min(w.blocks, _WARPS if w.blocks <= _WARPS else _WARPS // 2), 0, -1)
+    warps_k = next(n for n in choices if w.blocks / (-(-w.blocks // n) * n) >= 0.85)
+    warps_n = _WARPS // warps_k
+    keeps = warps_k == w.blocks and tokens <= 8
+    room, most = _room(hopper), 1 if tokens > 16 or w.P > 4 else 16 // (warps_n * warps_k)
+    tiles = 4 if _has_offset_codes(w) and tokens <= 8 and 64 * warps_n <= w.N else 2
     for occupancy in range(most, 0, -1):
         for stages in range(8 // tiles, 0 if tiles == 4 else 1, -1):
-            s = ExpertGemmConfig(tokens, tiles, _WARPS // warps_k, warps_k, stages, occupancy)
+            s = ExpertGemmConfig(tokens, keeps, tiles, warps_n, warps_k, stages, occupancy)
             if (_gemm_shared(w, s) + 1024) * occupancy <= room:
                 return s
-    return ExpertGemmConfig(tokens, 2, max(1, 4 // warps_k), min(4, warps_k), 1, 1)
+    return ExpertGemmConfig(tokens, keeps, 2, max(1, 4 // warps_k), warps_k, 1, 1)
 
 
 def _has_offset_codes(w: CudaWeight) -> bool:
