@@ -18,6 +18,7 @@
 #include "experts/choice.cuh"
 #include "planes/bitserial.cuh"
 #include "planes/bmma_block.cuh"
+#include "ptx/dsmem.cuh"
 
 namespace crelle {
 
@@ -189,9 +190,10 @@ __global__ void __launch_bounds__(SPLITS * 64, OCCUPANCY)
 
 // x: inner [tokens, top, 256 blocks], or null where bits and xscale have it bit-serial, a token's slots one after the
 // other; residual and y [tokens, N], one may be the other; shared [tokens, N] (null: none) counts by the sigmoid of the
-// logit behind those of the experts. Grid (G, tokens). Shared: pipelines, then x bit-serial.
-template <int P, ScaleKind KIND, int GROUPS, int E, int WARPS, int STAGES, int OCCUPANCY, bool ENCODES, typename S,
-          typename X>
+// logit behind those of the experts. Grid (G, tokens), clusters of CLUSTER thread blocks, which share the slots of G /
+// CLUSTER sets of 16 outputs. Shared: pipelines, x bit-serial, then a Page for every set of a thread block.
+template <int P, ScaleKind KIND, int GROUPS, int E, int CLUSTER, int WARPS, int STAGES, int OCCUPANCY, bool ENCODES,
+          typename S, typename X>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     expert_down(const Address *table, const float *logits, const X *x, const uint32 *bits, const float *xscale,
                 const X *residual, const X *more, X *y, int N, int blocks, int planes, int blocks_per_scale, int count,
@@ -204,9 +206,24 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   __shared__ Chosen slots;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), token = blockIdx.y;
   const int sets = (N + 15) / 16, units = top * blocks;  // blocks of 256 inputs of all slots
-  const int begin = warp * units / WARPS, end = (warp + 1) * units / WARPS;
+  const int rank = blockIdx.x % CLUSTER, group = blockIdx.x / CLUSTER, groups = gridDim.x / CLUSTER;
+  const int base = rank * units / CLUSTER, share = (rank + 1) * units / CLUSTER - base;  // of this thread block
+  const int begin = base + warp * share / WARPS, end = base + (warp + 1) * share / WARPS;
+  constexpr int OWN = 16 / CLUSTER;  // outputs of a set that a thread block of the cluster writes
 
   launch_dependents();
+  uint32 *const own_bits = reinterpret_cast<uint32 *>(shared + WARPS * Queue::SIZE);
+  const int halves = ENCODES ? 2 * ((units + CLUSTER - 1) / CLUSTER) : 0;
+  float *const own_scale = reinterpret_cast<float *>(own_bits + halves * 64);
+  struct Page {  // what the cluster sends
+    float sums[CLUSTER][OWN];
+    Mbarrier mbarrier;
+  } *const pages = reinterpret_cast<Page *>(own_scale + halves * (1 + PARTS));
+  if constexpr (CLUSTER > 1) {
+    for (int i = threadIdx.x; group + i * groups < sets; i += WARPS * 32)
+      init_mbarrier(&pages[i].mbarrier, 16 * sizeof(float));
+    cluster_arrive();
+  }
   Queue queue(shared + warp * Queue::SIZE, lane);
   struct Place {  // of a unit
     int slot, block;
@@ -231,7 +248,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   struct {
     int set, unit;
     Place at;
-  } wanted = {static_cast<int>(blockIdx.x), begin, here};
+  } wanted = {group, begin, here};
   const auto issue_load = [&](int stage) {
     if (wanted.set >= sets || begin == end) {
       queue.issue_nothing();
@@ -246,15 +263,13 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
                          scales_before<GROUPS, B::SCALE_BYTES>(n, b, blocks, blocks_per_scale),
                      B::SCALE_BYTES);
     wanted.at.next(blocks);
-    if (++wanted.unit == end) wanted.unit = begin, wanted.set += gridDim.x, wanted.at = here;
+    if (++wanted.unit == end) wanted.unit = begin, wanted.set += groups, wanted.at = here;
   };
 #pragma unroll
   for (int s = 0; s < STAGES; s++) issue_load(s);
   grid_dependency_wait_late(N);
 
   if constexpr (ENCODES) {  // a warp needs what it multiplies, and nothing else
-    uint32 *own_bits = reinterpret_cast<uint32 *>(shared + WARPS * Queue::SIZE);
-    float *own_scale = reinterpret_cast<float *>(own_bits + 2 * units * 64);
     const X *row = x + (size_t)token * units * 256;
     constexpr int AT_ONCE = 4;
 #pragma unroll 1
@@ -267,7 +282,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
           v[i][k] = half + i < 2 * end ? to_float(__ldcg(row + (half + i) * 128 + 32 * k + lane)) : 0;
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++)
-        if (half + i < 2 * end) write_bitserial<PARTS, 1>(v[i], own_bits, own_scale, half + i, 0, lane);
+        if (half + i < 2 * end) write_bitserial<PARTS, 1>(v[i], own_bits, own_scale, half + i - 2 * base, 0, lane);
     }
     __syncwarp();
     bits = own_bits, xscale = own_scale;
@@ -277,12 +292,14 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
 
   const bool first = B::first(lane);
   const float place = B::place(lane);
-  typename B::Inputs next(bits, xscale, begin < end ? 2 * begin : 0, lane);
+  const int skip = ENCODES ? 2 * base : 0;  // halves of x that are not there
+  typename B::Inputs next(bits, xscale, begin < end ? 2 * begin - skip : 0, lane);
+  if constexpr (CLUSTER > 1) cluster_wait();
   int taken = 0, round = 0;
 #pragma unroll 1
-  for (int set = blockIdx.x; set < sets; set += gridDim.x, round++) {
-    const int page = round & 1, n = set * 16 + lane;
-    const bool mine = warp == 0 && lane < 16 && n < N;
+  for (int set = group; set < sets; set += groups, round++) {
+    const int page = round & 1, n = set * 16 + rank * OWN + lane;
+    const bool mine = warp == 0 && lane < OWN && n < N;
     X before = from_float<X>(0);
     if (mine && residual) before = residual[(size_t)token * N + n];
     float2 sums = make_float2(0, 0);
@@ -297,7 +314,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
       for (int h = 0; h < 2; h += STEP) {
         typename B::Inputs now = next;
         const int half = 2 * u + h + STEP;
-        next = typename B::Inputs(bits, xscale, half < 2 * end ? half : 2 * begin, lane);
+        next = typename B::Inputs(bits, xscale, (half < 2 * end ? half : 2 * begin) - skip, lane);
         scale_by(now.scale, by);
         B::multiply(sums, piece, scale, now, h, lane);
       }
@@ -311,10 +328,19 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     if (first) partial[page][warp][lane >> 2] = a, partial[page][warp][(lane >> 2) + 8] = c;
     __syncthreads();
     if (warp > 0) continue;
-    float v = to_float(before);
-    if (mine) {
+    float v = 0;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) v += partial[page][w][lane];
+    for (int w = 0; w < WARPS; w++) v += partial[page][w][lane & 15];
+    if constexpr (CLUSTER > 1) {
+      Page &own = pages[round];
+      if (lane < 16) dsmem_store(&own.sums[rank][lane % OWN], v, &own.mbarrier, lane / OWN);
+      wait_mbarrier(&own.mbarrier);
+      v = 0;
+#pragma unroll
+      for (int r = 0; r < CLUSTER; r++) v += own.sums[r][lane % OWN];
+    }
+    v += to_float(before);
+    if (mine) {
       if (more) v += to_float(more[(size_t)token * N + n]) / (1 + __expf(-__ldcg(logits + count)));
     }
     for (int slot = 0; biased && slot < top; slot++) {

@@ -75,6 +75,7 @@ class ExpertGemvConfig:
     warps: int  # that share K; in expert_up those of gate and those of up
     stages: int  # of a warp's load pipeline
     occupancy: int  # thread blocks that a multiprocessor holds
+    cluster: int = 1  # thread blocks that share K, in expert_down
 
 
 def up_variant(e: ExpertWeights, s: ExpertGemvConfig, op: Prologue, dtype: torch.dtype) -> tuple[str, str]:
@@ -85,9 +86,9 @@ def up_variant(e: ExpertWeights, s: ExpertGemvConfig, op: Prologue, dtype: torch
 
 
 def down_variant(e: ExpertWeights, s: ExpertGemvConfig, encodes: bool, dtype: torch.dtype) -> tuple[str, str]:
-    arguments = f"{_form(e.down)}, {per_lane(e.count)}, {s.warps}, {s.stages}, {s.occupancy}, {str(encodes).lower()}"
+    arguments = f"{_form(e.down)}, {per_lane(e.count)}, {s.cluster}, {s.warps}, {s.stages}, {s.occupancy}"
     types = f"{C_TYPES[e.down.scales.dtype]}, {C_TYPES[dtype]}"
-    return "experts/expert_gemv.cu", f"crelle::expert_down<{arguments}, {types}>"
+    return "experts/expert_gemv.cu", f"crelle::expert_down<{arguments}, {str(encodes).lower()}, {types}>"
 
 
 def up(
@@ -124,7 +125,7 @@ def down(
     w, M = e.down, inner.shape[0]
     units = e.top * w.blocks
     encodes = 2 * units <= _MOST_ENCODED
-    s = gemv_config(w, units, 1, units if encodes else 0)
+    s = gemv_config(w, units, 1, units if encodes else 0, cluster=_cluster(units, encodes))
     bits = scale = None
     if not encodes:  # as one long row: a block of 256 inputs has no neighbours
         halves, sums = 2 * units * M, parts(w)
@@ -138,12 +139,13 @@ def down(
         )
     y = torch.empty(M, w.N, dtype=inner.dtype, device=inner.device)
     load(*down_variant(e, s, encodes, inner.dtype))(
-        (_grid(-(-w.N // ROWS), units, s, M), M, 1),
+        (grid := _grid(-(-w.N // ROWS), units, s, M), M, 1),
         32 * s.warps,
         *(e.table, logits, inner if encodes else None, bits, scale, residual, shared, y),
         *(w.N, w.blocks, w.words.shape[2], w.blocks_per_scale, e.count, logits.shape[1], e.top, int(e.normalize)),
-        shared=_gemv_shared(w, s, units if encodes else 0),
+        shared=_gemv_shared(w, s, units if encodes else 0) + _page_bytes(-(-w.N // ROWS), grid, s),
         pdl=True,
+        **({"cluster": s.cluster} if s.cluster > 1 else {}),
     )
     return y
 
@@ -154,47 +156,61 @@ def gemv_config(
     matrices: int = 1,
     encoded: int | None = None,
     staged: int = 0,
+    cluster: int = 1,
     hopper: bool | None = None,
 ) -> ExpertGemvConfig:
     """Return the tile config for rows of this number of blocks of 256 inputs, of one or two matrices at a time.
 
     Warps share the blocks as evenly as they can. `encoded`: blocks of x that a thread block has bit-serial;
-    `staged`: experts of which it has the addresses.
+    `staged`: experts of which it has the addresses. `cluster`: thread blocks that share the blocks first.
     """
     encoded = blocks if encoded is None else encoded
+    blocks = -(-blocks // cluster)
     choices = range(1, min(_MOST_WARPS // matrices, blocks) + 1)
     each = max(choices, key=lambda n: (blocks / (-(-blocks // n) * n), n))
     warps = each * matrices
     most = max(1, (2 if w.P <= 4 and w.groups <= 2 else 1) * _MOST_WARPS // warps)  # registers: 64 a thread, or 128
     for occupancy in range(most, 0, -1):
         for stages in range(_MOST_STAGES, 1 if occupancy > 1 else 0, -1):
-            s = ExpertGemvConfig(warps, stages, occupancy)
+            s = ExpertGemvConfig(warps, stages, occupancy, cluster)
             static = 128 * warps + 384 + 1024
             if (_gemv_shared(w, s, encoded, staged) + static) * occupancy <= _room(hopper):
                 return s
-    return ExpertGemvConfig(warps, 1, 1)
+    return ExpertGemvConfig(warps, 1, 1, cluster)
+
+
+def _cluster(units: int, encodes: bool) -> int:
+    """Return how many thread blocks share the inputs of `down`: encoding all of them takes longer than sending sums."""
+    return 4 if encodes and units >= 8 and torch.cuda.get_device_capability() >= (9, 0) else 1
+
+
+def _page_bytes(sets: int, grid: int, s: ExpertGemvConfig) -> int:
+    return 0 if s.cluster == 1 else -(-sets // (grid // s.cluster)) * (16 * 4 + 8)
 
 
 def _grid(sets: int, blocks: int, s: ExpertGemvConfig, rows: int) -> int:
     """Return thread blocks for a token: the longest share of a multiprocessor is as short as it can be.
 
-    Of equal shares fewer thread blocks are better if they ask for all their weights at once, otherwise more.
+    Of equal shares those are better in which a thread block asks for all its weights at once, by some 12 warps of a
+    multiprocessor; where none does, those with the most warps.
     """
-    processors = multiprocessors()
+    processors, mine = multiprocessors(), -(-blocks // (s.cluster * s.warps))
 
-    def cost(each: int) -> tuple[int, int]:  # sets of a multiprocessor, if a thread block takes so many
-        count = rows * -(-sets // each)
+    def cost(each: int) -> tuple[int, bool, int]:  # sets of a multiprocessor, if a cluster takes so many
+        count = rows * s.cluster * -(-sets // each)
         resident = min(s.occupancy, -(-count // processors))
         waves = -(-count // (resident * processors))
-        at_once = each * -(-blocks // s.warps) <= s.stages
-        return resident * waves * each + 2 * (waves - 1), count if at_once else -count
+        waits = each * mine > s.stages
+        warps = resident * s.warps
+        return resident * waves * each + 2 * (waves - 1), waits, -warps if waits else abs(warps - 12)
 
-    return -(-sets // min(range(1, sets + 1), key=cost))
+    best = min(range(1, sets + 1), key=cost)
+    return s.cluster * -(-sets // best)
 
 
 def _gemv_shared(w: CudaWeight, s: ExpertGemvConfig, encoded: int, staged: int = 0) -> int:
     queue = s.stages * (_block_bytes(w) + 8) + (s.stages & 1) * 8
-    return s.warps * queue + 2 * encoded * (64 + 1 + parts(w)) * 4 + 32 * staged
+    return s.warps * queue + 2 * -(-encoded // s.cluster) * (64 + 1 + parts(w)) * 4 + 32 * staged
 
 
 # --- many tokens ------------------------------------------------------------------------------------------------------
@@ -387,7 +403,7 @@ def variants(i: int, gate: CudaWeight, down_w: CudaWeight, hopper: bool) -> Iter
     e = ExpertWeights(torch.empty(0), gate, down_w, (8, 64, 128, 512)[i % 4], 2, True, activation)
     op: Prologue = ("PLAIN", "RMS_NORM", "LAYER_NORM")[i % 3]
     yield up_variant(e, gemv_config(gate, gate.blocks, 2, staged=e.count, hopper=hopper), op, dtype)
-    yield down_variant(e, gemv_config(down_w, 8, 1, 8 * (i % 2), hopper=hopper), i % 2 == 1, dtype)
+    yield down_variant(e, gemv_config(down_w, 8, 1, 8 * (i % 2), cluster=4 if hopper and i % 2 else 1, hopper=hopper), i % 2 == 1, dtype)
     tokens = PASSES[i % 3]
     for gated in (True, False):
         yield gemm_variant(e, gated, gemm_config(gate if gated else down_w, tokens, hopper), dtype)
