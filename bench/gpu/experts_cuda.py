@@ -119,9 +119,9 @@ def chosen_experts(decoder: EngineDecoder, batch: int) -> list[int]:
         count(logits, e)
         return up(x, logits, e, *more)
 
-    def counted_route(logits: Tensor, e: products.ExpertWeights, tokens: int) -> tuple[Tensor, Tensor, products.Slots]:
+    def counted_route(logits: Tensor, e: products.ExpertWeights) -> tuple[Tensor, Tensor]:
         count(logits, e)
-        return route(logits, e, tokens)
+        return route(logits, e)
 
     products.up, products.route = counted_up, counted_route  # type: ignore[assignment]
     try:

@@ -33,7 +33,8 @@ def few(case: expert_cases.Case, x: Tensor, logits: Tensor) -> Tensor:
 
 def many(case: expert_cases.Case, x: Tensor, logits: Tensor, tokens: int = 8) -> Tensor:
     e = case.experts
-    _, weights, slots = products.route(logits, e, tokens)
+    chosen, weights = products.route(logits, e)
+    slots = products.sort(chosen, e, tokens)
     return products.combine(products.grouped_down(products.grouped_up(x, slots, e), slots, e), weights)
 
 

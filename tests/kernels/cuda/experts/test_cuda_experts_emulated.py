@@ -44,7 +44,8 @@ def few(case: expert_cases.Case, x: Tensor, logits: Tensor, **options: Tensor) -
 
 def many(case: expert_cases.Case, x: Tensor, logits: Tensor, tokens: int, residual: Tensor | None = None) -> Tensor:
     e = case.experts
-    _, weights, slots = products.route(logits, e, tokens)
+    chosen, weights = products.route(logits, e)
+    slots = products.sort(chosen, e, tokens)
     return products.combine(products.grouped_down(products.grouped_up(x, slots, e), slots, e), weights, residual)
 
 
@@ -65,8 +66,7 @@ def test_chosen_experts_match_oracle(
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("count", "top", "rows", "tokens"),
-    [(3, 2, 70, 8), (40, 8, 9, 16), (1, 1, 5, 8), (130, 3, 33, 32), (6, 2, products._SORT_ROUTES + 1, 16)],
+    ("count", "top", "rows", "tokens"), [(3, 2, 70, 8), (40, 8, 9, 16), (1, 1, 5, 8), (130, 3, 33, 32)]
 )
 def test_sorted_slots_are_in_order_and_passes_cover_them(count: int, top: int, rows: int, tokens: int) -> None:
     torch.manual_seed(rows)
@@ -74,10 +74,11 @@ def test_sorted_slots_are_in_order_and_passes_cover_them(count: int, top: int, r
     table = torch.arange(count * 9).view(count, 9)
     case = expert_cases.make(ScaleKind.UNIFORM, 2, 256, count=1, top=1, width=8, inner=8)
     e = replace(case.experts, table=table, count=count, top=top)
-    chosen, weights, slots = products.route(logits, e, tokens)
+    chosen, weights = products.route(logits, e)
     experts, shares = expert_cases.choices(logits, top, True)
     assert torch.equal(chosen.long(), experts)
     assert torch.allclose(weights.double(), shares, atol=1e-6)
+    slots = products.sort(chosen, e, tokens)
     assert torch.equal(slots.order.long(), chosen.flatten().argsort(stable=True))
     at, found = 0, []
     for words in slots.passes[: int(slots.pass_count)]:
@@ -95,7 +96,7 @@ def test_a_logit_that_is_not_finite_makes_all_weights_of_its_token_so() -> None:
     e = replace(case.experts, count=5, top=2)
     logits = torch.randn(4, 5)
     logits[1, 2], logits[2, 0], logits[3, 1] = float("nan"), float("inf"), -float("inf")
-    chosen, weights, _ = products.route(logits, e, 8)
+    chosen, weights = products.route(logits, e)
     assert weights.isfinite().all(-1).tolist() == [True, False, False, True]
     assert bool(((chosen >= 0) & (chosen < 5)).all())
 

@@ -4,17 +4,17 @@
 //   expert_down   y = residual + sum over a token's slots of w_e down_e inner[slot] (+ sigmoid(s) shared)
 //
 // No launch is needed to route: a warp finds the largest of a few hundred logits in less time than it waits for memory,
-// so in both kernels a warp of each thread block does (`choose`). In `expert_up`, where all wait for it, the other
-// warps take the table of addresses to shared memory and begin with x meanwhile. For `expert_down` the experts of a
-// token are one matrix, their inputs one after the other: an expert's weight w_e is part of the scale of its inputs, so
-// that the sum over experts is the sum over inputs, in one order.
+// so in both kernels a warp of each thread block does (`choose`). For `expert_down` the experts of a token are one
+// matrix, their inputs one after the other: an expert's weight w_e is part of the scale of its inputs, so that the sum
+// over experts is the sum over inputs, in one order.
 //
 // For one token these kernels are a chain of waits and not a stream of bytes, so the chain is short, and a thread block
 // asks for all its weights at once: warps split the blocks of 256 inputs, in `expert_up` one half of the warps takes
 // gate and the other one up, and each has its own load pipeline over all sets of rows. x becomes bit-serial in every
-// thread block, or (`expert_down` where it is long) in a launch before it. Both start early (PDL), with registers and
-// shared memory for both on a multiprocessor: `expert_up` waits for the logits and only then lets the next kernel
-// start, so `expert_down` may read them, and load weights, before it waits for `inner`.
+// thread block of `expert_up`, and in a cluster of those of `expert_down`, which share the slots and exchange sums
+// (where x is long, in a launch before it). Both start early (PDL), with registers and shared memory for both on a
+// multiprocessor: `expert_up` waits for the logits and only then lets the next kernel start, so `expert_down` may read
+// them, and load weights, before it waits for `inner`.
 #include "experts/choice.cuh"
 #include "planes/bitserial.cuh"
 #include "planes/bmma_block.cuh"
@@ -90,7 +90,9 @@ __global__ void __launch_bounds__(SPLITS * 64, OCCUPANCY)
   } wanted = {begin < end ? stop - start : 0, begin, here};  // what to load next: sets, a set's blocks
   Quarter<OP, X> quarter;
   quarter.place(norm, norm_bias, nullptr, warp, K, blocks, lane);
-  prefetch_table<WARPS * 32>(table, count);
+#pragma unroll 2
+  for (int i = threadIdx.x; i < count * 4; i += WARPS * 32)
+    staged[i] = address_of(table, i / 4, static_cast<Matrix>(i / 2 % 2), static_cast<Part>(i % 2));
   grid_dependency_wait_late(N);
   launch_dependents();  // not before: the next kernel reads the logits, too
 
@@ -101,10 +103,6 @@ __global__ void __launch_bounds__(SPLITS * 64, OCCUPANCY)
     float weight;
     choose<E>(logits + (size_t)token * pitch, count, top, normalize, lane, expert, weight);
     slots.expert[lane] = expert;
-  } else {
-#pragma unroll 2
-    for (int i = threadIdx.x; i < count * 4; i += (WARPS - 1) * 32)
-      staged[i] = address_of(table, i / 4, static_cast<Matrix>(i / 2 % 2), static_cast<Part>(i % 2));
   }
   const float2 stats = statistics<OP, WARPS>(row, K, eps);
   if constexpr (OP == PLAIN) __syncthreads();  // otherwise it has been done

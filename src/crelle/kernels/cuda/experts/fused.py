@@ -1,7 +1,7 @@
 """The mixture of experts of a layer in a decoder's step: norm, router, experts, shared expert, sum.
 
     few tokens     router (with the norm) → expert_up (norms x, routes) → expert_down (routes, adds to x)
-    many tokens    norm → router → route and sort → grouped up → grouped down → combine
+    many tokens    norm → router → route → sort → grouped up → grouped down → combine
 
 `few` is for batches whose tokens mostly take different experts, so that sorting would save nothing. With
 `batch_invariant` all batches are sorted: a slot's products have one order of sums, whatever else is in the batch.
@@ -69,8 +69,9 @@ class FusedExperts:
 
     def _many(self, h: Tensor, residual: Tensor | None, batch_invariant: bool) -> Tensor:
         e, logits = self.experts, self._logits(h, batch_invariant)
+        chosen, weights = products.route(logits, e)
         tokens = _INVARIANT_TOKENS if batch_invariant else products.at_a_time(h.shape[0], e)
-        _, weights, slots = products.route(logits, e, tokens)
+        slots = products.sort(chosen, e, tokens)
         made = products.grouped_down(products.grouped_up(h, slots, e), slots, e)
         return products.combine(made, weights, residual, self._shared(h, batch_invariant), logits, e.count)
 

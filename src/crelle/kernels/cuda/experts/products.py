@@ -38,7 +38,6 @@ _ROOM = 228 * 1024  # bytes of shared memory of a multiprocessor, 1024 of them e
 _OLD_ROOM = 100 * 1024  # the same before Hopper, of the smallest chip
 _MOST_ENCODED = 64  # half blocks of `inner` that every thread block may encode for itself
 _ROUTER_ROWS = 4  # tokens of a warp of router_logits
-_SORT_ROUTES = 32  # tokens for which one thread block routes and sorts
 _PASS_WORDS = 10
 
 
@@ -258,44 +257,45 @@ def route_variant(count: int) -> tuple[str, str]:
     return "experts/routing.cu", f"crelle::route<{per_lane(count)}>"
 
 
-def sort_variant(at_a_time: int, count: int) -> tuple[str, str]:
-    return "experts/routing.cu", f"crelle::sort_slots<{at_a_time}, {per_lane(count)}>"
+def sort_variant(at_a_time: int) -> tuple[str, str]:
+    return "experts/routing.cu", f"crelle::sort_slots<{at_a_time}>"
 
 
 def combine_variant(dtype: torch.dtype) -> tuple[str, str]:
     return "experts/routing.cu", f"crelle::combine<{C_TYPES[dtype]}>"
 
 
-def route(logits: Tensor, e: ExpertWeights, tokens: int) -> tuple[Tensor, Tensor, "Slots"]:
-    """Return what logits f32 [M, count …] choose: experts int32 [M, top], weights f32 [M, top], and the sorted slots.
-
-    Slots are in passes of up to `tokens`.
-    """
-    M, device = logits.shape[0], logits.device
-    chosen = torch.empty(M, e.top, dtype=torch.int32, device=device)
-    weights = torch.empty(M, e.top, dtype=torch.float32, device=device)
+def route(logits: Tensor, e: ExpertWeights) -> tuple[Tensor, Tensor]:
+    """Return the experts int32 [M, top] that logits f32 [M, count …] choose, and their weights f32 [M, top]."""
+    M = logits.shape[0]
+    chosen = torch.empty(M, e.top, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(M, e.top, dtype=torch.float32, device=logits.device)
     sizes = (M, e.count, logits.shape[1], e.top, int(e.normalize))
-    together = M <= _SORT_ROUTES
-    if not together:
-        load(*route_variant(e.count))((-(-M // 8), 1, 1), 256, logits, chosen, weights, *sizes, pdl=True)
-    most = min(M * e.top, e.count + M * e.top // tokens)
-    order = torch.empty(M * e.top, dtype=torch.int32, device=device)
-    passes = torch.empty(most, _PASS_WORDS, dtype=torch.int64, device=device)
-    pass_count = torch.empty(1, dtype=torch.int32, device=device)
-    load(*sort_variant(tokens, e.count))(
-        (1, 1, 1),
-        1024,
-        *(logits if together else None, chosen, weights, e.table, order, passes, pass_count, *sizes),
-        shared=32 * e.count * 4,
-        pdl=True,
-    )
-    return chosen, weights, Slots(M * e.top, tokens, order, passes, pass_count)
+    load(*route_variant(e.count))((-(-M // 8), 1, 1), 256, logits, chosen, weights, *sizes, pdl=True)
+    return chosen, weights
 
 
 def at_a_time(rows: int, e: ExpertWeights) -> int:
     """Return how many slots a pass should take: what most experts have."""
     mean = rows * e.top / e.count
     return next((n for n in PASSES if 1.5 * mean <= n), PASSES[-1])
+
+
+def sort(chosen: Tensor, e: ExpertWeights, tokens: int) -> Slots:
+    """Return the slots of chosen [M, top] sorted by expert, in passes of up to `tokens`."""
+    count, device = chosen.numel(), chosen.device
+    most = min(count, e.count + count // tokens)
+    order = torch.empty(count, dtype=torch.int32, device=device)
+    passes = torch.empty(most, _PASS_WORDS, dtype=torch.int64, device=device)
+    pass_count = torch.empty(1, dtype=torch.int32, device=device)
+    load(*sort_variant(tokens))(
+        (1, 1, 1),
+        1024,
+        *(chosen, e.table, order, passes, pass_count, count, e.count),
+        shared=32 * e.count * 4,
+        pdl=True,
+    )
+    return Slots(count, tokens, order, passes, pass_count)
 
 
 def gemm_variant(e: ExpertWeights, gated: bool, s: ExpertGemmConfig, dtype: torch.dtype) -> tuple[str, str]:
@@ -403,8 +403,13 @@ def variants(i: int, gate: CudaWeight, down_w: CudaWeight, hopper: bool) -> Iter
     e = ExpertWeights(torch.empty(0), gate, down_w, (8, 64, 128, 512)[i % 4], 2, True, activation)
     op: Prologue = ("PLAIN", "RMS_NORM", "LAYER_NORM")[i % 3]
     yield up_variant(e, gemv_config(gate, gate.blocks, 2, staged=e.count, hopper=hopper), op, dtype)
-    yield down_variant(e, gemv_config(down_w, 8, 1, 8 * (i % 2), cluster=4 if hopper and i % 2 else 1, hopper=hopper), i % 2 == 1, dtype)
+    yield down_variant(
+        e,
+        gemv_config(down_w, 8, 1, 8 * (i % 2), cluster=4 if hopper and i % 2 else 1, hopper=hopper),
+        i % 2 == 1,
+        dtype,
+    )
     tokens = PASSES[i % 3]
     for gated in (True, False):
         yield gemm_variant(e, gated, gemm_config(gate if gated else down_w, tokens, hopper), dtype)
-    yield from (route_variant(e.count), sort_variant(tokens, e.count), logits_variant(dtype), combine_variant(dtype))
+    yield from (route_variant(e.count), sort_variant(tokens), logits_variant(dtype), combine_variant(dtype))

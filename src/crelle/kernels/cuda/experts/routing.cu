@@ -1,5 +1,6 @@
 // Which experts the tokens of a batch take, the batch's slots sorted by expert, and the sum of what they made.
 #include "experts/choice.cuh"
+#include "ptx/global_loads.cuh"
 
 namespace crelle {
 
@@ -55,33 +56,23 @@ __global__ void __launch_bounds__(256)
 }
 
 // Counting sort of slots by expert, stable: order [slots], the slot at each place; passes [.., 10] of up to NT slots of
-// one expert with its addresses (expert_gemm.cu), and how many there are. logits: null where `route` has made chosen
-// and weights, else this kernel does, which for few tokens takes less time than a launch. One thread block of 1024
-// threads: a warp counts a range of slots by itself, 32 at a time. Shared: 32 count ints. At most 1024 experts.
-template <int NT, int E>
-__global__ void __launch_bounds__(1024)
-    sort_slots(const float *logits, int *chosen, float *weights, const Address *table, int *order, Address *passes,
-               int *pass_count, int M, int count, int pitch, int top, int normalize) {
+// one expert with its addresses (expert_gemm.cu), and how many there are. One thread block of 1024 threads: a warp
+// counts a range of slots by itself, 32 at a time. Shared: 32 count ints. At most 1024 experts.
+template <int NT>
+__global__ void __launch_bounds__(1024) sort_slots(const int *chosen, const Address *table, int *order, Address *passes,
+                                                   int *pass_count, int slots, int count) {
   extern __shared__ __align__(128) char shared[];
   int *const seen = reinterpret_cast<int *>(shared);  // [warp, expert]: slots in ranges before the warp's
   __shared__ int firsts[1024];                        // slots of the experts before this one
   __shared__ int2 totals[32];                         // slots and passes of a warp's experts
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, e = threadIdx.x, slots = M * top;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, e = threadIdx.x;
   const int range = (slots + 1023) / 1024 * 32, begin = min(slots, warp * range), end = min(slots, begin + range);
   launch_dependents();
-  prefetch_table<1024>(table, count);
-  for (int i = threadIdx.x; i < 32 * count; i += 1024) seen[i] = 0;
-  grid_dependency_wait();
   Address own[COLUMNS];
 #pragma unroll
   for (int k = 0; k < COLUMNS; k++) own[k] = e < count ? __ldcg(table + e * COLUMNS + k) : 0;
-  if (logits)
-    for (int row = warp; row < M; row += 32) {
-      int expert;
-      float weight;
-      choose<E>(logits + (size_t)row * pitch, count, top, normalize, lane, expert, weight);
-      if (lane < top) chosen[row * top + lane] = expert, weights[row * top + lane] = weight;
-    }
+  for (int i = threadIdx.x; i < 32 * count; i += 1024) seen[i] = 0;
+  grid_dependency_wait();
   __syncthreads();
   const auto each = [&](auto use) {  // slot, expert, lanes that have the same one
     for (int i = begin; i < end; i += 32) {
