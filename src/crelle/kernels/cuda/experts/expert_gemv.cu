@@ -11,7 +11,7 @@
 // For one token these kernels are a chain of waits and not a stream of bytes, so the chain is short, and a thread block
 // asks for all its weights at once: warps split the blocks of 256 inputs, in `expert_up` one half of the warps takes
 // gate and the other one up, and each has its own load pipeline over all sets of rows. x becomes bit-serial in every
-// thread block of `expert_up`, and in a cluster of those of `expert_down`, which share the slots and exchange sums
+// thread block of `expert_up`, and in each cluster of those of `expert_down`, which share the slots and exchange sums
 // (where x is long, in a launch before it). Both start early (PDL), with registers and shared memory for both on a
 // multiprocessor: `expert_up` waits for the logits and only then lets the next kernel start, so `expert_down` may read
 // them, and load weights, before it waits for `inner`.

@@ -11,7 +11,7 @@ All launch on the current stream, allocate only through torch, need nothing of t
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -34,6 +34,8 @@ MAX_TOP = 32  # a lane of a warp has one
 PASSES = (8, 16, 32)  # slots of an expert at a time
 _WARPS = 8  # of expert_gemm.cu
 _MOST_WARPS, _MOST_STAGES = 16, 4  # of expert_gemv.cu
+_CLUSTER = 1  # of expert_down; 4 compiles, but has not been measured
+_KEEPS_X = False  # whether expert_gemm may keep x of a pass in registers; not measured, either
 _ROOM = 228 * 1024  # bytes of shared memory of a multiprocessor, 1024 of them each thread block's
 _OLD_ROOM = 100 * 1024  # the same before Hopper, of the smallest chip
 _MOST_ENCODED = 64  # half blocks of `inner` that every thread block may encode for itself
@@ -180,7 +182,7 @@ def gemv_config(
 
 def _cluster(units: int, encodes: bool) -> int:
     """Return how many thread blocks share the inputs of `down`: encoding all of them takes longer than sending sums."""
-    return 4 if encodes and units >= 8 and torch.cuda.get_device_capability() >= (9, 0) else 1
+    return _CLUSTER if encodes and units >= 2 * _CLUSTER and torch.cuda.get_device_capability() >= (9, 0) else 1
 
 
 def _page_bytes(sets: int, grid: int, s: ExpertGemvConfig) -> int:
@@ -337,10 +339,10 @@ def _grouped(x: Tensor, y: Tensor, slots: Slots, e: ExpertWeights, gated: bool) 
 
 def gemm_config(w: CudaWeight, tokens: int, hopper: bool | None = None) -> ExpertGemmConfig:
     """Return the tile config for passes of this number of slots; K is split the same for all, for a slot's bits."""
-    choices = range(min(w.blocks, _WARPS if w.blocks <= _WARPS else _WARPS // 2), 0, -1)
+    choices = range(w.blocks, 0, -1) if _KEEPS_X and w.blocks <= _WARPS else (4, 2, 1)
     warps_k = next(n for n in choices if w.blocks / (-(-w.blocks // n) * n) >= 0.85)
     warps_n = _WARPS // warps_k
-    keeps = warps_k == w.blocks and tokens <= 8
+    keeps = _KEEPS_X and warps_k == w.blocks and tokens <= 8
     room, most = _room(hopper), 1 if tokens > 16 or w.P > 4 else 16 // (warps_n * warps_k)
     tiles = 4 if _has_offset_codes(w) and tokens <= 8 and 64 * warps_n <= w.N else 2
     for occupancy in range(most, 0, -1):
@@ -411,5 +413,6 @@ def variants(i: int, gate: CudaWeight, down_w: CudaWeight, hopper: bool) -> Iter
     )
     tokens = PASSES[i % 3]
     for gated in (True, False):
-        yield gemm_variant(e, gated, gemm_config(gate if gated else down_w, tokens, hopper), dtype)
+        config = gemm_config(gate if gated else down_w, tokens, hopper)
+        yield gemm_variant(e, gated, replace(config, keeps=tokens == 8), dtype)
     yield from (route_variant(e.count), sort_variant(tokens), logits_variant(dtype), combine_variant(dtype))
