@@ -113,6 +113,15 @@ def test_codes_with_offsets_keep_their_precision(
     assert relative(many(case, x, logits, 8), expert_cases.oracle(case, x, logits, 2, True)) < 2 * TOLERANCE[dtype]
 
 
+def test_x_of_a_pass_may_stay_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    case = expert_cases.make(ScaleKind.UNIFORM, 4, 128, count=3, top=2, width=520, inner=40)
+    x, logits = torch.randn(14, 520).half(), torch.randn(14, 3)
+    monkeypatch.setattr(products, "_KEEPS_X", True)
+    assert products.gemm_config(case.experts.gate, 8).keeps
+    assert relative(many(case, x, logits, 8), expert_cases.oracle(case, x, logits, 2, True)) < 2 * TOLERANCE[HALF]
+
+
 @pytest.mark.parametrize("activation", ["gelu", "swigluoai"])
 def test_activations_match_oracle(activation: str) -> None:
     torch.manual_seed(1)
