@@ -191,6 +191,10 @@ def main() -> None:
             for batch in map(int, given.batches.split(",")):
                 rows.append(measure(llm, scheme, batch, ceiling, given) | {"logits_error": error})
                 rows[-1]["shape"] = shape
+                speed = (
+                    f"{rows[-1]['tokens_per_second']:.0f} tokens/s, {rows[-1]['share_of_ceiling']:.0%} of the ceiling"
+                )
+                print(f"batch {batch}: {speed}, {perf_counter() - begun:.0f} s", flush=True)
                 if given.profile:
                     print(rows[-1]["breakdown"]["summary"], *rows[-1]["breakdown"]["longest"], sep="\n", flush=True)
             del llm

@@ -101,6 +101,27 @@ def test_a_logit_that_is_not_finite_makes_all_weights_of_its_token_so() -> None:
     assert bool(((chosen >= 0) & (chosen < 5)).all())
 
 
+@pytest.mark.parametrize(("dtype", "kind", "P"), [(HALF, ScaleKind.UNIFORM, 4), (BF16, ScaleKind.AFFINE, 3)])
+def test_codes_with_offsets_keep_their_precision(
+    dtype: torch.dtype, kind: ScaleKind, P: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offsets of up to 1024 stay in sums that the tensor cores truncate (offset_codes.cuh)."""
+    monkeypatch.setattr(products, "load", lambda *what: EmulatedKernel(*what, truncates=True))
+    torch.manual_seed(4)
+    case = expert_cases.make(kind, P, 128, count=2, top=2, width=1024, inner=128, dtype=dtype)
+    x, logits = (torch.randn(3, 1024) / 8 + 0.1).to(dtype), torch.randn(3, 2)
+    assert relative(many(case, x, logits, 8), expert_cases.oracle(case, x, logits, 2, True)) < 2 * TOLERANCE[dtype]
+
+
+def test_x_of_a_pass_may_stay_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    case = expert_cases.make(ScaleKind.UNIFORM, 4, 128, count=3, top=2, width=520, inner=40)
+    x, logits = torch.randn(14, 520).half(), torch.randn(14, 3)
+    monkeypatch.setattr(products, "_KEEPS_X", True)
+    assert products.gemm_config(case.experts.gate, 8).keeps
+    assert relative(many(case, x, logits, 8), expert_cases.oracle(case, x, logits, 2, True)) < 2 * TOLERANCE[HALF]
+
+
 @pytest.mark.parametrize("activation", ["gelu", "swigluoai"])
 def test_activations_match_oracle(activation: str) -> None:
     torch.manual_seed(1)

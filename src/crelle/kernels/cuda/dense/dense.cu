@@ -9,6 +9,7 @@
 //
 // `f` is an operation of the model (`Prologue`, as in encode.cu). Every thread block applies it to all of x, which
 // costs less than a launch for one token; `apply` is that launch, for more work than that.
+#include "ptx/global_loads.cuh"
 #include "step/prologue.cuh"
 
 namespace crelle {
@@ -49,6 +50,10 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY / WARPS)
   };
 #pragma unroll
   for (int s = 0; s < DEPTH; s++) issue_load(a[s], s);
+  if (OP == RMS_NORM || OP == LAYER_NORM) {  // what x waits for else: a line that no kernel has read for a step
+    for (int c = lane * 64; norm && c < steps * 32; c += 2048) prefetch_line(norm + begin + c);
+    for (int c = lane * 64; shift && c < steps * 32; c += 2048) prefetch_line(shift + begin + c);
+  }
   grid_dependency_wait_late(K);
 
   // --- f(x), as far as this warp needs it

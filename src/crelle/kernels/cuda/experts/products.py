@@ -11,7 +11,7 @@ All launch on the current stream, allocate only through torch, need nothing of t
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from crelle.kernels.cuda.launch import load, multiprocessors
 from crelle.kernels.cuda.planes.bmma_gemv import _ENCODE_WARPS, C_TYPES, encode_variant, parts
-from crelle.kernels.cuda.planes.weight_layout import BLOCK, ROWS, CudaWeight
+from crelle.kernels.cuda.planes.weight_layout import BLOCK, ROWS, CudaWeight, ScaleKind
 from crelle.kernels.cuda.step.activations import Prologue
 
 Activation = Literal["SILU_GATE", "GELU_GATE", "GELU_TANH_GATE", "SWIGLUOAI_GATE"]
@@ -32,9 +32,12 @@ ACTIVATIONS: dict[str, Activation] = {
 MAX_EXPERTS = 512  # 16 logits a lane
 MAX_TOP = 32  # a lane of a warp has one
 PASSES = (8, 16, 32)  # slots of an expert at a time
-_WARPS = 8
-_ROOM = 226 * 1024  # bytes of shared memory of a multiprocessor
-_OLD_ROOM = 99 * 1024  # the same before Hopper, of the smallest chip
+_WARPS = 8  # of expert_gemm.cu
+_MOST_WARPS, _MOST_STAGES = 16, 4  # of expert_gemv.cu
+_CLUSTER = 1  # of expert_down; 4 compiles, but has not been measured
+_KEEPS_X = False  # whether expert_gemm may keep x of a pass in registers; not measured, either
+_ROOM = 228 * 1024  # bytes of shared memory of a multiprocessor, 1024 of them each thread block's
+_OLD_ROOM = 100 * 1024  # the same before Hopper, of the smallest chip
 _MOST_ENCODED = 64  # half blocks of `inner` that every thread block may encode for itself
 _ROUTER_ROWS = 4  # tokens of a warp of router_logits
 _PASS_WORDS = 10
@@ -70,21 +73,23 @@ def per_lane(count: int) -> int:
 class ExpertGemvConfig:
     """Tile config of expert_gemv.cu; its template parameters."""
 
-    warps: int  # that share K
+    warps: int  # that share K; in expert_up those of gate and those of up
     stages: int  # of a warp's load pipeline
     occupancy: int  # thread blocks that a multiprocessor holds
+    cluster: int = 1  # thread blocks that share K, in expert_down
 
 
 def up_variant(e: ExpertWeights, s: ExpertGemvConfig, op: Prologue, dtype: torch.dtype) -> tuple[str, str]:
     arguments = f"{_form(e.gate)}, {per_lane(e.count)}, crelle::{op}, crelle::{e.activation}"
     types = f"{C_TYPES[e.gate.scales.dtype]}, {C_TYPES[dtype]}"
-    return "experts/expert_gemv.cu", f"crelle::expert_up<{arguments}, {s.warps}, {s.stages}, {s.occupancy}, {types}>"
+    pieces = f"{s.warps // 2}, {s.stages}, {s.occupancy}"
+    return "experts/expert_gemv.cu", f"crelle::expert_up<{arguments}, {pieces}, {types}>"
 
 
 def down_variant(e: ExpertWeights, s: ExpertGemvConfig, encodes: bool, dtype: torch.dtype) -> tuple[str, str]:
-    arguments = f"{_form(e.down)}, {per_lane(e.count)}, {s.warps}, {s.stages}, {s.occupancy}, {str(encodes).lower()}"
+    arguments = f"{_form(e.down)}, {per_lane(e.count)}, {s.cluster}, {s.warps}, {s.stages}, {s.occupancy}"
     types = f"{C_TYPES[e.down.scales.dtype]}, {C_TYPES[dtype]}"
-    return "experts/expert_gemv.cu", f"crelle::expert_down<{arguments}, {types}>"
+    return "experts/expert_gemv.cu", f"crelle::expert_down<{arguments}, {str(encodes).lower()}, {types}>"
 
 
 def up(
@@ -102,14 +107,13 @@ def up(
     """
     w, M = e.gate, x.shape[0]
     inner = torch.empty(M, e.top, e.pitch, dtype=x.dtype, device=x.device)
-    s = gemv_config(w, w.blocks, 2)
-    sets = e.top * -(-w.N // ROWS)
+    s = gemv_config(w, w.blocks, 2, staged=e.count)
     load(*up_variant(e, s, op, x.dtype))(
-        (_grid(sets, s, M), M, 1),
+        (_grid(e.top * -(-w.N // ROWS), 2 * w.blocks, s, M), M, 1),
         32 * s.warps,
         *(e.table, logits, x, norm, shift, inner, w.N, w.K, w.blocks, w.words.shape[2], w.blocks_per_scale),
         *(e.count, logits.shape[1], e.top, int(e.normalize), e.pitch, float(eps)),
-        shared=_gemv_shared(w, s, w.blocks),
+        shared=_gemv_shared(w, s, w.blocks, e.count),
         pdl=True,
     )
     return inner
@@ -122,7 +126,7 @@ def down(
     w, M = e.down, inner.shape[0]
     units = e.top * w.blocks
     encodes = 2 * units <= _MOST_ENCODED
-    s = gemv_config(w, units, 1, units if encodes else 0)
+    s = gemv_config(w, units, 1, units if encodes else 0, cluster=_cluster(units, encodes))
     bits = scale = None
     if not encodes:  # as one long row: a block of 256 inputs has no neighbours
         halves, sums = 2 * units * M, parts(w)
@@ -136,47 +140,78 @@ def down(
         )
     y = torch.empty(M, w.N, dtype=inner.dtype, device=inner.device)
     load(*down_variant(e, s, encodes, inner.dtype))(
-        (_grid(-(-w.N // ROWS), s, M), M, 1),
+        (grid := _grid(-(-w.N // ROWS), units, s, M), M, 1),
         32 * s.warps,
         *(e.table, logits, inner if encodes else None, bits, scale, residual, shared, y),
         *(w.N, w.blocks, w.words.shape[2], w.blocks_per_scale, e.count, logits.shape[1], e.top, int(e.normalize)),
-        shared=_gemv_shared(w, s, units if encodes else 0),
+        shared=_gemv_shared(w, s, units if encodes else 0) + _page_bytes(-(-w.N // ROWS), grid, s),
         pdl=True,
+        **({"cluster": s.cluster} if s.cluster > 1 else {}),
     )
     return y
 
 
 def gemv_config(
-    w: CudaWeight, units: int, tiles: int, encoded: int | None = None, hopper: bool | None = None
+    w: CudaWeight,
+    blocks: int,
+    matrices: int = 1,
+    encoded: int | None = None,
+    staged: int = 0,
+    cluster: int = 1,
+    hopper: bool | None = None,
 ) -> ExpertGemvConfig:
-    """Return the tile config for products of this number of blocks of 256 inputs and tiles of rows at a time.
+    """Return the tile config for rows of this number of blocks of 256 inputs, of one or two matrices at a time.
 
-    `encoded`: blocks of x that a thread block has bit-serial.
+    Warps share the blocks as evenly as they can. `encoded`: blocks of x that a thread block has bit-serial;
+    `staged`: experts of which it has the addresses. `cluster`: thread blocks that share the blocks first.
     """
-    encoded = units if encoded is None else encoded
-    room = _room(hopper)
-    most = 3 if w.P <= 4 and w.groups <= 2 else 2  # registers
-    deep = min(4, max(2, tiles * -(-units // _WARPS)))
+    encoded = blocks if encoded is None else encoded
+    blocks = -(-blocks // cluster)
+    choices = range(1, min(_MOST_WARPS // matrices, blocks) + 1)
+    each = max(choices, key=lambda n: (blocks / (-(-blocks // n) * n), n))
+    warps = each * matrices
+    most = max(1, (2 if w.P <= 4 and w.groups <= 2 else 1) * _MOST_WARPS // warps)  # registers: 64 a thread, or 128
     for occupancy in range(most, 0, -1):
-        for stages in range(deep, tiles - 1, -1):
-            s = ExpertGemvConfig(_WARPS, stages, occupancy)
-            static = 2 * _WARPS * tiles * 64 + 1024 + 256
-            if (_gemv_shared(w, s, encoded) + static) * occupancy <= room:
+        for stages in range(_MOST_STAGES, 1 if occupancy > 1 else 0, -1):
+            s = ExpertGemvConfig(warps, stages, occupancy, cluster)
+            static = 128 * warps + 384 + 1024
+            if (_gemv_shared(w, s, encoded, staged) + static) * occupancy <= _room(hopper):
                 return s
-            if occupancy > 2 and stages <= 3:
-                break  # two thread blocks with more under way are better than three with less
-    return ExpertGemvConfig(_WARPS // 2, tiles, 1)
+    return ExpertGemvConfig(warps, 1, 1, cluster)
 
 
-def _grid(sets: int, s: ExpertGemvConfig, rows: int) -> int:
-    """Return thread blocks for a token: as many as run at once, or fewer where that shares the work out evenly."""
-    fit = max(1, multiprocessors() * s.occupancy // rows)
-    return -(-sets // -(-sets // fit))
+def _cluster(units: int, encodes: bool) -> int:
+    """Return how many thread blocks share the inputs of `down`: encoding all of them takes longer than sending sums."""
+    return _CLUSTER if encodes and units >= 2 * _CLUSTER and torch.cuda.get_device_capability() >= (9, 0) else 1
 
 
-def _gemv_shared(w: CudaWeight, s: ExpertGemvConfig, encoded: int) -> int:
+def _page_bytes(sets: int, grid: int, s: ExpertGemvConfig) -> int:
+    return 0 if s.cluster == 1 else -(-sets // (grid // s.cluster)) * (16 * 4 + 8)
+
+
+def _grid(sets: int, blocks: int, s: ExpertGemvConfig, rows: int) -> int:
+    """Return thread blocks for a token: the longest share of a multiprocessor is as short as it can be.
+
+    Of equal shares those are better in which a thread block asks for all its weights at once, by some 12 warps of a
+    multiprocessor; where none does, those with the most warps.
+    """
+    processors, mine = multiprocessors(), -(-blocks // (s.cluster * s.warps))
+
+    def cost(each: int) -> tuple[int, bool, int]:  # sets of a multiprocessor, if a cluster takes so many
+        count = rows * s.cluster * -(-sets // each)
+        resident = min(s.occupancy, -(-count // processors))
+        waves = -(-count // (resident * processors))
+        waits = each * mine > s.stages
+        warps = resident * s.warps
+        return resident * waves * each + 2 * (waves - 1), waits, -warps if waits else abs(warps - 12)
+
+    best = min(range(1, sets + 1), key=cost)
+    return s.cluster * -(-sets // best)
+
+
+def _gemv_shared(w: CudaWeight, s: ExpertGemvConfig, encoded: int, staged: int = 0) -> int:
     queue = s.stages * (_block_bytes(w) + 8) + (s.stages & 1) * 8
-    return s.warps * queue + 2 * encoded * (64 + 1 + parts(w)) * 4
+    return s.warps * queue + 2 * -(-encoded // s.cluster) * (64 + 1 + parts(w)) * 4 + 32 * staged
 
 
 # --- many tokens ------------------------------------------------------------------------------------------------------
@@ -198,9 +233,11 @@ class ExpertGemmConfig:
     """Tile config of expert_gemm.cu; its template parameters."""
 
     tokens: int  # of a pass
+    keeps: bool  # x in registers: a warp has one block of 256 inputs
+    tiles: int  # of 16 rows that a warp has; gate's and up's in turn
     warps_n: int  # warps along N
     warps_k: int  # warps that split K
-    stages: int  # times 256 inputs and two tiles
+    stages: int  # times 256 inputs of all tiles
     occupancy: int
 
 
@@ -266,7 +303,7 @@ def sort(chosen: Tensor, e: ExpertWeights, tokens: int) -> Slots:
 def gemm_variant(e: ExpertWeights, gated: bool, s: ExpertGemmConfig, dtype: torch.dtype) -> tuple[str, str]:
     w = e.gate if gated else e.down
     arguments = f"{str(gated).lower()}, {_form(w)}, {s.tokens}, crelle::{e.activation}"
-    pieces = f"{s.warps_n}, {s.warps_k}, {s.stages}, {s.occupancy}"
+    pieces = f"{str(s.keeps).lower()}, {s.tiles}, {s.warps_n}, {s.warps_k}, {s.stages}, {s.occupancy}"
     types = f"{C_TYPES[w.scales.dtype]}, {C_TYPES[dtype]}"
     return "experts/expert_gemm.cu", f"crelle::expert_gemm<{arguments}, {pieces}, {types}>"
 
@@ -288,7 +325,7 @@ def grouped_down(inner: Tensor, slots: Slots, e: ExpertWeights) -> Tensor:
 def _grouped(x: Tensor, y: Tensor, slots: Slots, e: ExpertWeights, gated: bool) -> None:
     w = e.gate if gated else e.down
     s = gemm_config(w, slots.at_a_time)
-    outputs = ROWS * s.warps_n * (1 if gated else 2)
+    outputs = ROWS * s.warps_n * s.tiles // (2 if gated else 1)
     most = slots.passes.shape[0] * -(-w.N // outputs)
     load(*gemm_variant(e, gated, s, x.dtype))(
         (min(most, multiprocessors() * s.occupancy), 1, 1),
@@ -302,20 +339,29 @@ def _grouped(x: Tensor, y: Tensor, slots: Slots, e: ExpertWeights, gated: bool) 
 
 def gemm_config(w: CudaWeight, tokens: int, hopper: bool | None = None) -> ExpertGemmConfig:
     """Return the tile config for passes of this number of slots; K is split the same for all, for a slot's bits."""
-    warps_k = next(n for n in (8, 4, 2, 1) if w.blocks / (-(-w.blocks // n) * n) >= 0.85)
-    room, most = _room(hopper), 1 if tokens > 16 or w.P > 4 else 2
+    choices = range(w.blocks, 0, -1) if _KEEPS_X and w.blocks <= _WARPS else (4, 2, 1)
+    warps_k = next(n for n in choices if w.blocks / (-(-w.blocks // n) * n) >= 0.85)
+    warps_n = _WARPS // warps_k
+    keeps = _KEEPS_X and warps_k == w.blocks and tokens <= 8
+    room, most = _room(hopper), 1 if tokens > 16 or w.P > 4 else 16 // (warps_n * warps_k)
+    tiles = 4 if _has_offset_codes(w) and tokens <= 8 and 64 * warps_n <= w.N else 2
     for occupancy in range(most, 0, -1):
-        for stages in (4, 3, 2) if occupancy == 1 else (3, 2):
-            s = ExpertGemmConfig(tokens, _WARPS // warps_k, warps_k, stages, occupancy)
+        for stages in range(8 // tiles, 0 if tiles == 4 else 1, -1):
+            s = ExpertGemmConfig(tokens, keeps, tiles, warps_n, warps_k, stages, occupancy)
             if (_gemm_shared(w, s) + 1024) * occupancy <= room:
                 return s
-    return ExpertGemmConfig(tokens, max(1, 4 // warps_k), min(4, warps_k), 1, 1)
+    return ExpertGemmConfig(tokens, keeps, 2, max(1, 4 // warps_k), warps_k, 1, 1)
+
+
+def _has_offset_codes(w: CudaWeight) -> bool:
+    """As HAS_OFFSET_CODES of offset_codes.cuh."""
+    return w.P <= 4 and w.groups <= 2 and w.kind not in (ScaleKind.BCQ, ScaleKind.BCQ_SYMMETRIC)
 
 
 def _gemm_shared(w: CudaWeight, s: ExpertGemmConfig) -> int:
-    stages = 2 * s.stages
+    stages = s.tiles * s.stages
     queue = stages * (_block_bytes(w) + 8)
-    return s.warps_n * s.warps_k * queue + 2 * s.warps_k * s.tokens * (32 * s.warps_n + 4) * 4
+    return s.warps_n * s.warps_k * queue + 2 * s.warps_k * s.tokens * (16 * s.tiles * s.warps_n + 4) * 4
 
 
 def combine(
@@ -358,9 +404,15 @@ def variants(i: int, gate: CudaWeight, down_w: CudaWeight, hopper: bool) -> Iter
     dtype, activation = (torch.float16, torch.bfloat16)[i % 2], get_args(Activation)[i % 4]
     e = ExpertWeights(torch.empty(0), gate, down_w, (8, 64, 128, 512)[i % 4], 2, True, activation)
     op: Prologue = ("PLAIN", "RMS_NORM", "LAYER_NORM")[i % 3]
-    yield up_variant(e, gemv_config(gate, gate.blocks, 2, hopper=hopper), op, dtype)
-    yield down_variant(e, gemv_config(down_w, 8, 1, 8 * (i % 2), hopper=hopper), i % 2 == 1, dtype)
+    yield up_variant(e, gemv_config(gate, gate.blocks, 2, staged=e.count, hopper=hopper), op, dtype)
+    yield down_variant(
+        e,
+        gemv_config(down_w, 8, 1, 8 * (i % 2), cluster=4 if hopper and i % 2 else 1, hopper=hopper),
+        i % 2 == 1,
+        dtype,
+    )
     tokens = PASSES[i % 3]
     for gated in (True, False):
-        yield gemm_variant(e, gated, gemm_config(gate if gated else down_w, tokens, hopper), dtype)
+        config = gemm_config(gate if gated else down_w, tokens, hopper)
+        yield gemm_variant(e, gated, replace(config, keeps=tokens == 8), dtype)
     yield from (route_variant(e.count), sort_variant(tokens), logits_variant(dtype), combine_variant(dtype))

@@ -1,5 +1,6 @@
 // Which experts the tokens of a batch take, the batch's slots sorted by expert, and the sum of what they made.
 #include "experts/choice.cuh"
+#include "ptx/global_loads.cuh"
 
 namespace crelle {
 
@@ -10,13 +11,14 @@ __global__ void __launch_bounds__(256)
     router_logits(const X *x, const X *__restrict__ weight, const X *__restrict__ bias, float *logits, int count, int K,
                   int M) {
   const int lane = threadIdx.x & 31, e = blockIdx.x * 8 + (threadIdx.x >> 5), row = blockIdx.y * ROWS;
+  const X *const w = weight + (size_t)e * K;
   launch_dependents();
+  for (int k = lane * 64; e < count && k < K; k += 2048) prefetch_line(w + k);
   grid_dependency_wait();
   if (e >= count) return;
-  const X *const w = weight + (size_t)e * K;
   float sums[ROWS] = {};
   const int vectors = K % 8 ? 0 : K / 8;
-#pragma unroll 2
+#pragma unroll 4
   for (int i = lane; i < vectors; i += 32) {
     float a[8], b[8];
     open<X>(a, *(reinterpret_cast<const uint4 *>(w) + i));
@@ -61,13 +63,17 @@ __global__ void __launch_bounds__(1024) sort_slots(const int *chosen, const Addr
                                                    int *pass_count, int slots, int count) {
   extern __shared__ __align__(128) char shared[];
   int *const seen = reinterpret_cast<int *>(shared);  // [warp, expert]: slots in ranges before the warp's
-  __shared__ int2 before[1024];                       // slots and passes of the experts up to this one
+  __shared__ int firsts[1024];                        // slots of the experts before this one
+  __shared__ int2 totals[32];                         // slots and passes of a warp's experts
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, e = threadIdx.x;
   const int range = (slots + 1023) / 1024 * 32, begin = min(slots, warp * range), end = min(slots, begin + range);
   launch_dependents();
+  Address own[COLUMNS];
+#pragma unroll
+  for (int k = 0; k < COLUMNS; k++) own[k] = e < count ? __ldcg(table + e * COLUMNS + k) : 0;
   for (int i = threadIdx.x; i < 32 * count; i += 1024) seen[i] = 0;
-  __syncthreads();
   grid_dependency_wait();
+  __syncthreads();
   const auto each = [&](auto use) {  // slot, expert, lanes that have the same one
     for (int i = begin; i < end; i += 32) {
       const int slot = i + lane, mine = slot < end ? __ldcg(chosen + slot) : -1;
@@ -82,37 +88,46 @@ __global__ void __launch_bounds__(1024) sort_slots(const int *chosen, const Addr
   __syncthreads();
   int sum = 0;
   if (e < count)
-    for (int w = 0; w < 32; w++) {
-      const int here = seen[w * count + e];
-      seen[w * count + e] = sum, sum += here;
+#pragma unroll
+    for (int w = 0; w < 32; w += 8) {
+      int here[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) here[i] = seen[(w + i) * count + e];
+#pragma unroll
+      for (int i = 0; i < 8; i++) seen[(w + i) * count + e] = sum, sum += here[i];
     }
-  const int own = (sum + NT - 1) / NT;
-  int2 upto = make_int2(sum, own);
-  before[e] = upto;
-  for (int by = 1; by < 1024; by *= 2) {
-    __syncthreads();
-    const int2 left = e >= by ? before[e - by] : make_int2(0, 0);
-    upto.x += left.x, upto.y += left.y;
-    __syncthreads();
-    before[e] = upto;
+  const int mine = (sum + NT - 1) / NT;  // passes
+  const auto up_to_this = [&](int2 v) {  // sums over the lanes up to this one
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const int x = __shfl_sync(~0u, v.x, max(lane - by, 0)), y = __shfl_sync(~0u, v.y, max(lane - by, 0));
+      if (lane >= by) v.x += x, v.y += y;
+    }
+    return v;
+  };
+  int2 upto = up_to_this(make_int2(sum, mine));
+  if (lane == 31) totals[warp] = upto;
+  __syncthreads();
+  const int2 all = up_to_this(totals[lane]);
+  const int before = max(warp - 1, 0), x = __shfl_sync(~0u, all.x, before), y = __shfl_sync(~0u, all.y, before);
+  if (warp > 0) upto.x += x, upto.y += y;
+  firsts[e] = upto.x - sum;
+  if (e == 1023) *pass_count = upto.y;
+  for (int i = 0; i < mine; i++) {
+    Address *const to = passes + (size_t)(upto.y - mine + i) * 10;
+    to[0] = (Address)min(NT, sum - i * NT) << 32 | (unsigned)(upto.x - sum + i * NT);
+#pragma unroll
+    for (int k = 0; k < COLUMNS; k++) to[1 + k] = own[k];
   }
   __syncthreads();
-  const auto first_of = [&](int expert) { return expert ? before[expert - 1].x : 0; };
-  each([&](int slot, int mine, unsigned same) {
+  each([&](int slot, int expert, unsigned same) {
     int at = 0;
-    if (mine >= 0) at = seen[warp * count + mine];
+    if (expert >= 0) at = seen[warp * count + expert];
     __syncwarp();
-    if (mine < 0) return;
-    order[first_of(mine) + at + __popc(same & ((1u << lane) - 1))] = slot;
-    if (lane == __ffs(same) - 1) seen[warp * count + mine] = at + __popc(same);
+    if (expert < 0) return;
+    order[firsts[expert] + at + __popc(same & ((1u << lane) - 1))] = slot;
+    if (lane == __ffs(same) - 1) seen[warp * count + expert] = at + __popc(same);
   });
-  if (e < count)
-    for (int i = 0; i < own; i++) {
-      Address *const to = passes + (size_t)(upto.y - own + i) * 10;
-      to[0] = (Address)min(NT, sum - i * NT) << 32 | (unsigned)(upto.x - sum + i * NT);
-      for (int k = 0; k < COLUMNS; k++) to[1 + k] = __ldcg(table + e * COLUMNS + k);
-    }
-  if (e == 1023) *pass_count = upto.y;
 }
 
 // y [M, N] = x + sum over a token's slots, in their order, of weight * made [M, top, N], + sigmoid(gate) * shared [M,
