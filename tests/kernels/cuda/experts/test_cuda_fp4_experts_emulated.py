@@ -1,6 +1,8 @@
 """The kernels of experts in four-bit floats run on the CPU, thread by thread: what they compute, without a GPU."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import expert_cases
 import pytest
@@ -10,9 +12,14 @@ from fp4_weights import FORMATS
 from plane_weights import relative
 from torch import Tensor
 
+from crelle.kernels.base import Prepared, Problem
+from crelle.kernels.cuda.dense import dense
 from crelle.kernels.cuda.experts import fp4_products, products
 from crelle.kernels.cuda.experts.fp4_products import Fp4ExpertGemmConfig, Fp4ExpertGemvConfig
+from crelle.kernels.cuda.experts.fused import FusedExperts
 from crelle.kernels.cuda.experts.weights import supports_weights
+from crelle.kernels.cuda.step.fused_linear import Norm
+from crelle.kernels.spec import ExpertsSpec, MlpSpec
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -25,6 +32,14 @@ NORMS = {
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.empty
+
+    def poisoned(*size: Any, **options: Any) -> Tensor:
+        """Memory full of NaN."""
+        t = real(*size, **options)
+        return t.fill_(torch.nan) if t.is_floating_point() else t
+
+    monkeypatch.setattr(torch, "empty", poisoned)
     for module in (products, fp4_products):
         monkeypatch.setattr(module, "load", EmulatedKernel)
         monkeypatch.setattr(module, "multiprocessors", lambda: 2)
@@ -38,8 +53,7 @@ def few(case: expert_cases.Case, x: Tensor, logits: Tensor, **options: Tensor) -
 
 def many(case: expert_cases.Case, x: Tensor, logits: Tensor, tokens: int, residual: Tensor | None = None) -> Tensor:
     e = case.experts
-    chosen, weights = products.route(logits, e)
-    slots = products.sort(chosen, e, tokens)
+    weights, slots = expert_cases.sorted_slots(logits, e, tokens)
     made = fp4_products.grouped_down(fp4_products.grouped_up(x, slots, e), slots, e)
     return products.combine(made, weights, residual)
 
@@ -58,8 +72,6 @@ def test_chosen_experts_match_oracle(
     options = {"top": top, "width": width, "inner": inner, "normalize": normalize, "bias": bias, "dtype": dtype}
     case = expert_cases.make_fp4(kind, count=5, **options)  # type: ignore[arg-type]
     x, logits = (torch.randn(5, width) / 2).to(dtype), torch.randn(5, 6)  # one logit more, which is none of theirs
-    poison = [torch.full((5 * top * 1024,), torch.nan) for _ in range(8)]
-    del poison
     y = many(case, x, logits, 8) if grouped else few(case, x, logits)
     wanted = expert_cases.oracle(case, x, logits[:, :5], top, normalize, "swigluoai")
     assert relative(y, wanted) < TOLERANCE[dtype]
@@ -99,8 +111,7 @@ def test_any_tile_config_of_the_gemm_gives_the_same_but_for_the_order_of_sums(co
     torch.manual_seed(2)
     case = expert_cases.make_fp4("mxfp4", count=3, top=2, width=520, inner=264)
     x, logits, s = torch.randn(21, 520).half() / 2, torch.randn(21, 3), Fp4ExpertGemmConfig(*config)
-    chosen, weights = products.route(logits, case.experts)
-    slots = products.sort(chosen, case.experts, s.tokens)
+    weights, slots = expert_cases.sorted_slots(logits, case.experts, s.tokens)
     inner = fp4_products.grouped_up(x, slots, case.experts, s)
     y = products.combine(fp4_products.grouped_down(inner, slots, case.experts, s), weights)
     assert relative(y, expert_cases.oracle(case, x, logits, 2, True, "swigluoai")) < TOLERANCE[HALF]
@@ -133,6 +144,36 @@ def test_rows_that_are_not_finite_stay_so_alone(grouped: bool, broken: str) -> N
     assert torch.equal(y[[0, 2]], whole[[0, 2]])
 
 
+@pytest.mark.parametrize("rows", [6, 9])
+def test_a_layer_of_gpt_oss_matches_oracle(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm, a router with a bias, experts with biases, the clamped activation: few tokens, and sorted ones."""
+    torch.manual_seed(rows)
+    monkeypatch.setattr(dense, "load", EmulatedKernel)
+    case = expert_cases.make_fp4("mxfp4", count=16, top=2, width=328, inner=72)
+    spec = MlpSpec(inner=72, activation="swigluoai", gated=True, experts=ExpertsSpec(count=16, top=2))
+
+    def linear(w: Any, bias: Tensor | None, N: int, K: int) -> SimpleNamespace:
+        return SimpleNamespace(prepared=Prepared(Problem("", N, K, 4, 32, "cpu", HALF), None, w), bias=bias)  # type: ignore[arg-type]
+
+    each: Any = case.laid_out
+    router, router_bias = torch.randn(16, 328).half() / 16, torch.randn(16).half()
+    module = SimpleNamespace(
+        router=linear(router, router_bias, 16, 328),
+        shared_gate=None,
+        experts=[SimpleNamespace(**{n: linear(w, b, w.N, w.K) for n, (w, b) in e.items()}) for e in each],
+        shared=None,
+    )
+    experts = FusedExperts(module, spec, HALF)
+    x, weight = torch.randn(rows, 328).half(), (1 + torch.randn(328) / 8).half()
+    h = (x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5)).half().double() * weight.double()
+    logits = h @ router.double().T + router_bias.double()
+    wanted = x.double() + expert_cases.oracle(case, h, logits, 2, True, "swigluoai")
+    assert experts.takes_few(rows) == (rows == 6)
+    for invariant in (False, True):
+        y = experts(x, Norm(weight, None, 1e-5), x, invariant)
+        assert relative(y, wanted) < 8e-4
+
+
 def test_experts_of_several_kinds_are_refused_in_a_sentence() -> None:
     case = expert_cases.make_fp4("mxfp4", count=2, top=1, width=64, inner=32)
     each: list[dict[str, object]] = case.laid_out  # type: ignore[assignment]
@@ -146,6 +187,6 @@ def test_experts_of_several_kinds_are_refused_in_a_sentence() -> None:
 
 def test_rows_too_long_for_shared_memory_are_sorted() -> None:
     case = expert_cases.make_fp4("mxfp4", count=4, top=4, width=64, inner=32)
-    assert fp4_products.takes_few(case.experts)
+    assert fp4_products.takes_few(1, case.experts)
     long = replace(case.experts, down=replace(case.experts.down, K=1 << 14))
-    assert not fp4_products.takes_few(long)
+    assert not fp4_products.takes_few(1, long)

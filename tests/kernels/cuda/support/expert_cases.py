@@ -1,7 +1,6 @@
 """Mixtures of experts for tests of the CUDA kernels: random weights, and what they make of x in f64."""
 
 from dataclasses import dataclass
-
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from plane_weights import random_weight
 from torch import Tensor
 
 from crelle.formats.base import QuantTensor
+from crelle.kernels.cuda.experts import products
 from crelle.kernels.cuda.experts.weights import lay_out_experts
 from crelle.kernels.cuda.fp4 import fp4_layout
 from crelle.kernels.cuda.planes.weight_layout import ScaleKind, lay_out
@@ -80,6 +80,12 @@ def make_fp4(
         for w, b in zip(weights, biases, strict=True)
     ]
     return Case(lay_out_experts(each, top, normalize, activation), weights, biases, each)
+
+
+def sorted_slots(logits: Tensor, e: products.Mixture, tokens: int) -> tuple[Tensor, products.Slots]:
+    """Return the weights that logits give, and the slots in passes of up to `tokens`."""
+    chosen, weights = products.route(logits, e)
+    return weights, products.sort(chosen, e, tokens)
 
 
 def choices(logits: Tensor, top: int, normalize: bool) -> tuple[Tensor, Tensor]:

@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
       const int tile = min(GATED ? set * WARPS_N + warp_n : (set * WARPS_N + warp_n) * TILES + j, last);
-      wanted.at[j] = reinterpret_cast<const char *>(coming[GATED ? j : 0]) + tile * tile_bytes +
-                     (size_t)begin * Block::BYTES;
+      wanted.at[j] =
+          reinterpret_cast<const char *>(coming[GATED ? j : 0]) + tile * tile_bytes + (size_t)begin * Block::BYTES;
     }
     look(wanted.item + gridDim.x);
   };
@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
     for (int c = 0; c < COUNT; c++)
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        to[c][i] = k + i * 8 < K ? read_now(reinterpret_cast<const uint4 *>(rows[c] + k + i * 8)) : make_uint4(0, 0, 0, 0);
+        to[c][i] =
+            k + i * 8 < K ? read_now(reinterpret_cast<const uint4 *>(rows[c] + k + i * 8)) : make_uint4(0, 0, 0, 0);
     k += 64;
   };
   const auto start = [&](const int (&places)[COUNT]) {
@@ -143,9 +144,9 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
 #pragma unroll
     for (int m = 0; m < MATRICES; m++) {
       const X *const biases = reinterpret_cast<const X *>(bias_at[m]);
-      row_scale[m] = n < N ? Block::row_scale(reinterpret_cast<const char *>(weights_at[m]) + n / 16 * tile_bytes,
-                                              blocks, n % 16)
-                           : 0;
+      row_scale[m] =
+          n < N ? Block::row_scale(reinterpret_cast<const char *>(weights_at[m]) + n / 16 * tile_bytes, blocks, n % 16)
+                : 0;
       bias[m] = biases && n < N ? to_float(biases[n]) : 0;
     }
     peek(item + gridDim.x);

@@ -193,8 +193,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   logits += (size_t)token * pitch;
   choose<E>(logits, count, top, normalize, lane, expert, weight);
   Address weights_at = 0, bias_at = 0;  // of the slot of this lane
-  if (lane < top)
-    weights_at = address_of(table, expert, DOWN, PLANES), bias_at = address_of(table, expert, DOWN, BIAS);
+  if (lane < top) weights_at = address_of(table, expert, DOWN, PLANES), bias_at = address_of(table, expert, DOWN, BIAS);
   struct {
     int set, slot, block;
     const char *at;
@@ -233,7 +232,8 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   __syncwarp();
 
   float *const runs = reinterpret_cast<float *>(shared + WARPS * Queue::SIZE + units * 512), *const slots =
-      runs + 2 * (WARPS + top) * 16;
+                                                                                                 runs +
+                                                                                                 2 * (WARPS + top) * 16;
   Fp4Operands<X> operands;
   int stage = 0, phase = 0, page = 0;
 #pragma unroll 1

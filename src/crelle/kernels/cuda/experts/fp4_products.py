@@ -15,6 +15,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from crelle.kernels.cuda.dispatch import GEMV_ROWS
 from crelle.kernels.cuda.experts.products import Activation, Slots, per_lane
 from crelle.kernels.cuda.fp4.fp4_layout import BLOCK, ROWS, Fp4Weight
 from crelle.kernels.cuda.launch import load, most_shared_memory, multiprocessors
@@ -126,11 +127,14 @@ def down_config(e: Fp4Experts, room: int | None = None) -> Fp4ExpertGemvConfig:
     return _gemv_config(units, e.down.block_bytes + 8, units * 512, e.top, room)
 
 
-def takes_few(e: Fp4Experts, room: int | None = None) -> bool:
-    """Whether x of a token fits into shared memory beside the shortest pipelines: 16 experts of 6,000 inputs do."""
-    room = room or most_shared_memory()
-    s = Fp4ExpertGemvConfig(4, 2, 1)
-    return max(up_shared(e.gate, s), down_shared(e.down, e.top, s)) + _STATIC <= room
+def takes_few(rows: int, e: Fp4Experts, room: int | None = None) -> bool:
+    """Whether this number of tokens is multiplied each by itself.
+
+    Each reads its experts anew; and x of a token must fit into shared memory: 16 experts of 6,000 inputs do.
+    """
+    room, s = room or most_shared_memory(), Fp4ExpertGemvConfig(4, 2, 1)
+    fits = max(up_shared(e.gate, s), down_shared(e.down, e.top, s)) + _STATIC <= room
+    return fits and rows * e.top <= max(e.count, GEMV_ROWS * e.top)
 
 
 @cache

@@ -17,6 +17,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from crelle.kernels.cuda.dispatch import GEMV_ROWS
 from crelle.kernels.cuda.launch import load, multiprocessors
 from crelle.kernels.cuda.planes.bmma_gemv import _ENCODE_WARPS, C_TYPES, encode_variant, parts
 from crelle.kernels.cuda.planes.weight_layout import BLOCK, ROWS, CudaWeight
@@ -190,6 +191,11 @@ def _grid(sets: int, s: ExpertGemvConfig, rows: int) -> int:
 def _gemv_shared(w: CudaWeight, s: ExpertGemvConfig, encoded: int) -> int:
     queue = s.stages * (_block_bytes(w) + 8) + (s.stages & 1) * 8
     return s.warps * queue + 2 * encoded * (64 + 1 + parts(w)) * 4
+
+
+def takes_few(rows: int, e: ExpertWeights) -> bool:
+    """Whether this number of tokens is multiplied each by itself."""
+    return rows * e.top <= max(e.count, GEMV_ROWS * e.top)
 
 
 # --- many tokens ------------------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """The experts of a layer for the kernels: one layout for all, and a table of their addresses."""
 
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from crelle.kernels.cuda.experts import fp4_products, products
 from crelle.kernels.cuda.experts.fp4_products import Fp4Experts
 from crelle.kernels.cuda.experts.products import ACTIVATIONS, MAX_EXPERTS, MAX_TOP, ExpertWeights
 from crelle.kernels.cuda.fp4.fp4_layout import Fp4Weight
@@ -43,6 +45,11 @@ def supports_weights(experts: Sequence[Expert]) -> str | None:
     if form(experts[0]["gate"][0]) != form(experts[0]["up"][0]):
         return "the step reads gate and up of experts together, and here they differ in layout"
     return None
+
+
+def products_of(e: ExpertWeights | Fp4Experts) -> ModuleType:
+    """Return the module whose `up`, `down`, `grouped_up` and `grouped_down` take these experts."""
+    return fp4_products if isinstance(e, Fp4Experts) else products
 
 
 def form(w: CudaWeight | Fp4Weight) -> tuple[object, ...]:

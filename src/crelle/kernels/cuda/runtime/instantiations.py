@@ -261,8 +261,8 @@ def _experts(capability: tuple[int, int]) -> Iterator[Instantiation]:
         laid = weight_layout.lay_out(_weight(*form))
         yield from products.variants(i, replace(laid, N=768), replace(laid, N=2048), capability >= (9, 0))
     for i in range(6):  # gpt-oss, and longer rows
-        inner, form = (2880, 2880, 4096)[i % 3], ("mxfp4", "nvfp4")[i % 2 ^ i // 3]
-        gate, down = (Fp4Weight(*shape, form, torch.empty(-(-shape[0] // 16), 0)) for shape in ((inner, K), (K, inner)))
+        inner, kind = (2880, 2880, 4096)[i % 3], ("mxfp4", "nvfp4")[(i + i // 3) % 2]
+        gate, down = (Fp4Weight(N, n, kind, torch.empty(-(-N // 16), 0)) for N, n in ((inner, K), (K, inner)))
         yield from fp4_products.variants(i, gate, down, capability >= (9, 0))
 
 
