@@ -149,16 +149,16 @@ def test_a_layer_of_gpt_oss_matches_oracle(rows: int, monkeypatch: pytest.Monkey
     """Norm, a router with a bias, experts with biases, the clamped activation: few tokens, and sorted ones."""
     torch.manual_seed(rows)
     monkeypatch.setattr(dense, "load", EmulatedKernel)
-    case = expert_cases.make_fp4("mxfp4", count=16, top=2, width=328, inner=72)
-    spec = MlpSpec(inner=72, activation="swigluoai", gated=True, experts=ExpertsSpec(count=16, top=2))
+    case = expert_cases.make_fp4("mxfp4", count=64, top=2, width=328, inner=72)
+    spec = MlpSpec(inner=72, activation="swigluoai", gated=True, experts=ExpertsSpec(count=64, top=2))
 
     def linear(w: Any, bias: Tensor | None, N: int, K: int) -> SimpleNamespace:
         return SimpleNamespace(prepared=Prepared(Problem("", N, K, 4, 32, "cpu", HALF), None, w), bias=bias)  # type: ignore[arg-type]
 
     each: Any = case.laid_out
-    router, router_bias = torch.randn(16, 328).half() / 16, torch.randn(16).half()
+    router, router_bias = torch.randn(64, 328).half() / 16, torch.randn(64).half()
     module = SimpleNamespace(
-        router=linear(router, router_bias, 16, 328),
+        router=linear(router, router_bias, 64, 328),
         shared_gate=None,
         experts=[SimpleNamespace(**{n: linear(w, b, w.N, w.K) for n, (w, b) in e.items()}) for e in each],
         shared=None,

@@ -79,7 +79,7 @@ def make_fp4(
         {n: (fp4_layout.lay_out(w[n]), b[n]) for n in shapes}  # type: ignore[arg-type]
         for w, b in zip(weights, biases, strict=True)
     ]
-    return Case(lay_out_experts(each, top, normalize, activation), weights, biases, each)
+    return Case(lay_out_experts(each, top, normalize, activation, dtype), weights, biases, each)
 
 
 def sorted_slots(logits: Tensor, e: products.Mixture, tokens: int) -> tuple[Tensor, products.Slots]:

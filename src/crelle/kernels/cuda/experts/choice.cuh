@@ -4,6 +4,7 @@
 // Addresses stand in a table, u64 [experts, COLUMNS], and not at a fixed stride: an expert's bytes may lie anywhere
 // that the device can read, in its own memory or in pinned memory of the host.
 #pragma once
+#include "ptx/global_loads.cuh"
 #include "ptx/tensorcore.cuh"
 #include "ptx/warp.cuh"
 
@@ -16,6 +17,13 @@ enum Part { PLANES, SCALES, BIAS };
 
 __device__ __forceinline__ Address address_of(const Address *table, int expert, Matrix matrix, Part part) {
   return __ldcg(table + expert * COLUMNS + matrix * 3 + part);
+}
+
+// The table's lines come to L2 while the kernel waits: what stands in them may still change.
+template <int THREADS>
+__device__ __forceinline__ void prefetch_table(const Address *table, int count) {
+  const char *const from = reinterpret_cast<const char *>(table);
+  for (int i = threadIdx.x * 128; i < count * COLUMNS * 8; i += THREADS * 128) prefetch_line(from + i);
 }
 
 // A value as an integer that is larger for larger values, above 0; NaN is the largest. And back.
@@ -46,14 +54,15 @@ __device__ __forceinline__ void choose(const float *logits, int count, int top, 
   uint32 mine = 0, first = 0;
 #pragma unroll 1
   for (int k = 0; k < top; k++) {
-    uint32 best = 0, at = 0;  // at: 2^16 less the expert, so that the largest is the first
+    uint32 largest = 0;  // of this lane, and whose it is
+    int own = lane;
 #pragma unroll
-    for (int i = 0; i < E; i++) best = keys[i] > best ? keys[i] : best;
-    best = __reduce_max_sync(~0u, best);
-#pragma unroll
-    for (int i = E - 1; i >= 0; i--)
-      if (keys[i] == best) at = 0x10000u - (i * 32 + lane);
-    at = 0x10000u - __reduce_max_sync(~0u, at);
+    for (int i = 0; i < E; i++)
+      if (keys[i] > largest) largest = keys[i], own = i * 32 + lane;
+    const uint32 best = __reduce_max_sync(~0u, largest);
+    const unsigned equal = __ballot_sync(~0u, largest == best);
+    int at = __shfl_sync(~0u, own, __ffs(equal) - 1);
+    if (equal & (equal - 1)) at = 0x10000 - __reduce_max_sync(~0u, largest == best ? 0x10000u - own : 0);  // the first
     if (k == 0) first = best;
     if (lane == k) expert = at, mine = best;
 #pragma unroll

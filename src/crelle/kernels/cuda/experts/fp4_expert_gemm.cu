@@ -25,12 +25,14 @@ struct Slots {
 
 // passes u64 [.., PASS] and how many; order [slots]: the slot at each place; x [.., x_pitch], K inputs, a multiple of
 // 8, of token order / top (GATED) or place; y [.., stride] of N outputs: by place (GATED; zeros from N on) or by slot.
-// Matrices [N, K], Fp4Block. Grid (G). Shared: pipelines, then 2 WARPS_K NT (32 WARPS_N + 4) floats.
+// H: what x and inner are, see fp4_expert_gemv.cu. Matrices [N, K], Fp4Block. Grid (G). Shared: pipelines, then 2
+// WARPS_K NT (32 WARPS_N + 4) floats.
 template <bool GATED, Fp4Kind KIND, int NT, Activation ACT, int WARPS_N, int WARPS_K, int STAGES, int OCCUPANCY,
-          typename X>
+          typename X, typename H>
 __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
-    fp4_expert_gemm(const Address *passes, const int *pass_count, const int *order, const X *x, X *y, int N, int K,
-                    int blocks, int x_pitch, int stride, int top) {
+    fp4_expert_gemm(const Address *passes, const int *pass_count, const int *order, const H *x,
+                    typename Conditional<GATED, H, X>::type *y, int N, int K, int blocks, int x_pitch, int stride,
+                    int top) {
   using Block = Fp4Block<KIND>;
   constexpr int TILES = 2, MATRICES = GATED ? 2 : 1, WARPS = WARPS_N * WARPS_K, ROWS = WARPS_N * TILES * 16;
   constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS, SUMS = ROWS + 4;  // outputs of a piece of work; pitch of sums
@@ -90,14 +92,15 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
   for (int s = 0; s < STAGES; s++) issue_load(s, 0);
 
   // --- rows of x
-  const X *rows[COUNT];
+  const H *rows[COUNT];
   int k = 0;  // of the lane's inputs in the chunk that is loaded next
   uint4 in[AHEAD][COUNT][2];
-  const auto find = [&](int (&places)[COUNT], Slots slots) {
+  int found[COUNT];  // places, or what stands in `order` there: a division would wait for it
+  const auto find = [&](Slots slots) {
 #pragma unroll
     for (int c = 0; c < COUNT; c++) {
       const int place = slots.first + min(c * 8 + g, slots.count - 1);
-      places[c] = GATED ? __ldcg(order + place) / top : place;
+      found[c] = GATED ? __ldcg(order + place) : place;
     }
   };
   const auto load = [&](uint4(&to)[COUNT][2]) {
@@ -109,18 +112,15 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
             k + i * 8 < K ? read_now(reinterpret_cast<const uint4 *>(rows[c] + k + i * 8)) : make_uint4(0, 0, 0, 0);
     k += 64;
   };
-  const auto start = [&](const int (&places)[COUNT]) {
+  const auto start = [&]() {
 #pragma unroll
-    for (int c = 0; c < COUNT; c++) rows[c] = x + (size_t)places[c] * x_pitch;
+    for (int c = 0; c < COUNT; c++) rows[c] = x + (size_t)(GATED ? found[c] / top : found[c]) * x_pitch;
     k = begin < end ? begin * 256 + t * 16 : K;
 #pragma unroll
     for (int a = 0; a < AHEAD; a++) load(in[a]);
   };
-  Slots now(__ldcg(pass_of(blockIdx.x)));
-  {
-    int places[COUNT];
-    find(places, now), start(places);
-  }
+  Slots now(__ldcg(pass_of(blockIdx.x))), next(__ldcg(pass_of(blockIdx.x + gridDim.x)));
+  find(now), start();
 
   // --- what a thread stores: an output, of every STEP-th slot, and what it needs for that
   constexpr int STEP = WARPS * 32 / OUTPUTS;
@@ -133,24 +133,33 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
       weights_at[m] = __ldcg(from), bias_at[m] = __ldcg(from + BIAS);
     }
   };
-  peek(blockIdx.x);
+  float row_scale[MATRICES];
+  X bias[MATRICES];  // kept as they are: a conversion would wait for them
+  const auto fetch = [&](int item) {
+    const int n = item % sets * OUTPUTS + o;
+#pragma unroll
+    for (int m = 0; m < MATRICES; m++) {
+      const X *const biases = reinterpret_cast<const X *>(bias_at[m]);
+      row_scale[m] = 0, bias[m] = from_float<X>(0);
+      if (n < N) {
+        const char *const tile = reinterpret_cast<const char *>(weights_at[m]) + n / 16 * tile_bytes;
+        row_scale[m] = Block::row_scale(tile, blocks, n % 16);
+        if (biases) bias[m] = biases[n];
+      }
+    }
+  };
+  peek(blockIdx.x), fetch(blockIdx.x);
 
-  Fp4Operands<X> operands;
+  __shared__ int targets[2][NT];  // slots of the pass
+  Fp4Operands<H> operands;
   int stage = 0, phase = 0, page = 0;
 #pragma unroll 1
   for (int item = blockIdx.x; item < total; item += gridDim.x, page ^= 1) {
     const int set = item % sets, n = set * OUTPUTS + o;
-    float row_scale[MATRICES], bias[MATRICES];
-#pragma unroll
-    for (int m = 0; m < MATRICES; m++) {
-      const X *const biases = reinterpret_cast<const X *>(bias_at[m]);
-      row_scale[m] =
-          n < N ? Block::row_scale(reinterpret_cast<const char *>(weights_at[m]) + n / 16 * tile_bytes, blocks, n % 16)
-                : 0;
-      bias[m] = biases && n < N ? to_float(biases[n]) : 0;
-    }
-    peek(item + gridDim.x);
-    const Address next_slots = __ldcg(pass_of(item + gridDim.x));
+    find(next);
+    const Address after_next = __ldcg(pass_of(item + 2 * gridDim.x));
+    int target = 0;
+    if (!GATED && threadIdx.x < NT) target = __ldcg(order + now.first + min((int)threadIdx.x, now.count - 1));
     float d[TILES][COUNT][4];
 #pragma unroll
     for (int j = 0; j < TILES; j++)
@@ -185,25 +194,24 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
           uint32 a[4];
           operands.unpack(a, codes[j].x);
 #pragma unroll
-          for (int c = 0; c < COUNT; c++) multiply<X>(d[j][c], a[0], a[1], a[2], a[3], v[c][0].x, v[c][0].y);
+          for (int c = 0; c < COUNT; c++) multiply<H>(d[j][c], a[0], a[1], a[2], a[3], v[c][0].x, v[c][0].y);
           operands.unpack(a, codes[j].y);
 #pragma unroll
-          for (int c = 0; c < COUNT; c++) multiply<X>(d[j][c], a[0], a[1], a[2], a[3], v[c][0].z, v[c][0].w);
+          for (int c = 0; c < COUNT; c++) multiply<H>(d[j][c], a[0], a[1], a[2], a[3], v[c][0].z, v[c][0].w);
           operands.unpack(a, codes[j].z);
 #pragma unroll
-          for (int c = 0; c < COUNT; c++) multiply<X>(d[j][c], a[0], a[1], a[2], a[3], v[c][1].x, v[c][1].y);
+          for (int c = 0; c < COUNT; c++) multiply<H>(d[j][c], a[0], a[1], a[2], a[3], v[c][1].x, v[c][1].y);
           operands.unpack(a, codes[j].w);
 #pragma unroll
-          for (int c = 0; c < COUNT; c++) multiply<X>(d[j][c], a[0], a[1], a[2], a[3], v[c][1].z, v[c][1].w);
+          for (int c = 0; c < COUNT; c++) multiply<H>(d[j][c], a[0], a[1], a[2], a[3], v[c][1].z, v[c][1].w);
         }
         if (b + 1 < end || chunk + AHEAD < 4) load(in[chunk % AHEAD]);
       }
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
 
-    const Slots next(next_slots);
-    int places[COUNT];
-    find(places, next);
+    start();
+    if (!GATED && threadIdx.x < NT) targets[page][threadIdx.x] = target;
     float *const sums = pages + page * (WARPS_K * NT * SUMS);  // [warp along K][token][row]
 #pragma unroll
     for (int j = 0; j < TILES; j++)
@@ -213,7 +221,7 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
         to[0] = d[j][c][0], to[SUMS] = d[j][c][1], to[8] = d[j][c][2], to[SUMS + 8] = d[j][c][3];
       }
     __syncthreads();  // two pages: no warp is two pieces of work ahead
-    start(places);
+    peek(item + gridDim.x);
     if (n < N) {
 #pragma unroll 1
       for (int m = first; m < now.count; m += STEP) {
@@ -223,18 +231,19 @@ __global__ void __launch_bounds__(WARPS_N * WARPS_K * 32, OCCUPANCY)
           float sum = 0;
 #pragma unroll
           for (int w = 0; w < WARPS_K; w++) sum += sums[(w * NT + m) * SUMS + place + 16 * i];
-          v[i] = fmaf(sum, row_scale[i], bias[i]);
+          v[i] = fmaf(sum, row_scale[i], to_float(bias[i]));
         }
         if constexpr (GATED)
-          y[(size_t)(now.first + m) * stride + n] = from_float<X>(activated<ACT>(v[0], v[1]));
+          y[(size_t)(now.first + m) * stride + n] = from_float<H>(activated<ACT>(v[0], v[1]));
         else
-          y[(size_t)__ldcg(order + now.first + m) * stride + n] = from_float<X>(v[0]);
+          y[(size_t)targets[page][m] * stride + n] = from_float<X>(v[0]);
       }
     }
-    if (GATED && set == sets - 1)
-      for (int i = threadIdx.x; i < now.count * (stride - N); i += WARPS * 32)
-        y[(size_t)(now.first + i / (stride - N)) * stride + N + i % (stride - N)] = from_float<X>(0);
-    now = next;
+    if constexpr (GATED)
+      for (int i = threadIdx.x; set == sets - 1 && i < now.count * (stride - N); i += WARPS * 32)
+        y[(size_t)(now.first + i / (stride - N)) * stride + N + i % (stride - N)] = from_float<H>(0);
+    fetch(item + gridDim.x);
+    now = next, next = Slots(after_next);
   }
 }
 

@@ -11,6 +11,10 @@
 // of outputs to the next. Sums of the warps are added in one order. A row's scale belongs to an expert, so that
 // `fp4_expert_down` adds up each slot by itself; scales and biases are loaded where a set begins.
 //
+// H is what the products take x and `inner` as: X, or, for a model in bf16, half, whose operands are made in a sixth
+// fewer instructions, where neither can be too large for it (SWIGLUOAI's output is at most 56; a norm's, its weight
+// times the root of K). What is too large all the same becomes infinite, not wrong.
+//
 // Both start early (PDL): `fp4_expert_up` waits for the logits and only then lets the next kernel start, so
 // `fp4_expert_down` may read them, and load weights, before it waits for `inner`.
 #include "experts/choice.cuh"
@@ -26,6 +30,22 @@ __device__ __forceinline__ void store_rows(float *to, const float (&d)[2][4], in
   if (lane % 4 == 0) to[lane / 4] = d[0][0] + d[1][0], to[lane / 4 + 8] = d[0][2] + d[1][2];
 }
 
+// Eight values of type X as H.
+template <typename H, typename X>
+__device__ __forceinline__ uint4 eight_as(uint4 v) {
+  float f[8];
+  open<X>(f, v);
+  return closed<H>(f);
+}
+template <>
+__device__ __forceinline__ uint4 eight_as<half, half>(uint4 v) {
+  return v;
+}
+template <>
+__device__ __forceinline__ uint4 eight_as<bfloat16, bfloat16>(uint4 v) {
+  return v;
+}
+
 template <int TILES>
 __device__ __forceinline__ void clear(float (&d)[TILES][2][4]) {
 #pragma unroll
@@ -36,10 +56,11 @@ __device__ __forceinline__ void clear(float (&d)[TILES][2][4]) {
 // RMS_NORM, LAYER_NORM); inner [tokens, top, inner_pitch], zeros from N on. Matrices [N, K], Fp4Block. Grid (G,
 // tokens): a thread block takes every G-th set of 16 outputs of its token's slots. Shared: pipelines, then x, 512 bytes
 // a block.
-template <Fp4Kind KIND, int E, Prologue OP, Activation ACT, int WARPS, int STAGES, int OCCUPANCY, typename X>
+template <Fp4Kind KIND, int E, Prologue OP, Activation ACT, int WARPS, int STAGES, int OCCUPANCY, typename X,
+          typename H>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     fp4_expert_up(const Address *table, const float *logits, const X *x, const X *__restrict__ norm,
-                  const X *__restrict__ shift, X *inner, int N, int K, int blocks, int count, int pitch, int top,
+                  const X *__restrict__ shift, H *inner, int N, int K, int blocks, int count, int pitch, int top,
                   int normalize, int inner_pitch, float eps) {
   using Block = Fp4Block<KIND>;
   using Queue = Pipeline<STAGES, 2 * Block::BYTES>;
@@ -53,6 +74,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   const size_t tile_bytes = Block::tile_bytes(blocks);
 
   Queue queue(shared + warp * Queue::SIZE, lane);
+  prefetch_table<WARPS * 32>(table, count);
   grid_dependency_wait_late(N);
   launch_dependents();  // not before: the next kernel reads the logits, too
 
@@ -103,7 +125,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   const auto at = [&](int k) { return reinterpret_cast<uint4 *>(mine + (k - begin * 256) * 2); };
   float sum[1] = {}, squares[1] = {};
   const auto keep = [&](int k, uint4 v) {
-    *at(k) = v;
+    *at(k) = NORM ? v : eight_as<H, X>(v);
     if constexpr (NORM) {
       float f[8];
       open<X>(f, v);
@@ -124,24 +146,25 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     const Norm norms = norm_of<OP>(make_float2(sum[0], squares[0]), K, eps);
 #pragma unroll 2
     for (int k = begin * 256 + lane * 8; k < end * 256; k += 256)
-      *at(k) = applied<OP, true>(*at(k), row, k, K, norms, norm, shift);
+      *at(k) = eight_as<H, X>(applied<OP, true>(*at(k), row, k, K, norms, norm, shift));
   }
   __syncwarp();
 
-  Fp4Operands<X> operands;
+  Fp4Operands<H> operands;
   int stage = 0, phase = 0, round = 0;
 #pragma unroll 1
   for (int set = blockIdx.x; set < sets; set += gridDim.x, round++) {
     const int page = round & 1, slot = set / tiles, n = set % tiles * 16 + lane % 16;
     const bool finishes = warp == round % WARPS;
-    float row_scale = 0, bias = 0;  // of row lane % 16, of gate for lanes below 16
+    float row_scale = 0;        // of row lane % 16, of gate for lanes below 16
+    X bias = from_float<X>(0);  // kept as it is: a conversion would wait for it here
     if (finishes) {
       const Address gate_at = __shfl_sync(~0u, gate, slot), up_at = __shfl_sync(~0u, up, slot);
       const Address gate_to = __shfl_sync(~0u, gate_bias, slot), up_to = __shfl_sync(~0u, up_bias, slot);
       const char *const from = reinterpret_cast<const char *>(lane < 16 ? gate_at : up_at) + set % tiles * tile_bytes;
       const X *const biases = reinterpret_cast<const X *>(lane < 16 ? gate_to : up_to);
       row_scale = Block::row_scale(from, blocks, lane % 16);
-      if (biases && n < N) bias = to_float(biases[n]);
+      if (biases && n < N) bias = biases[n];
     }
     float d[2][2][4];
     clear(d);
@@ -157,26 +180,26 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
     }
     store_rows(partial[page][warp], d[0], lane), store_rows(partial[page][warp] + 16, d[1], lane);
     __syncthreads();  // two pages: no warp is two sets ahead
-    X *const to = inner + ((size_t)token * top + slot) * inner_pitch;
+    H *const to = inner + ((size_t)token * top + slot) * inner_pitch;
     if (finishes) {
       float v = 0;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) v += partial[page][w][lane];
-      v = fmaf(v, row_scale, bias);
+      v = fmaf(v, row_scale, to_float(bias));
       const float other = __shfl_sync(~0u, v, lane | 16);
-      if (lane < 16 && n < N) to[n] = from_float<X>(activated<ACT>(v, other));
+      if (lane < 16 && n < N) to[n] = from_float<H>(activated<ACT>(v, other));
     }
     if (set % tiles == tiles - 1)  // what the weights of `fp4_expert_down` are padded with meets zeros
-      for (int i = N + threadIdx.x; i < inner_pitch; i += WARPS * 32) to[i] = from_float<X>(0);
+      for (int i = N + threadIdx.x; i < inner_pitch; i += WARPS * 32) to[i] = from_float<H>(0);
   }
 }
 
 // x: inner [tokens, top, 256 blocks]; residual and y [tokens, N], one may be the other; more [tokens, N] (null: none)
 // counts by the sigmoid of the logit behind those of the experts. Grid (G, tokens). Shared: pipelines, then x, 512
 // bytes a block of each slot, then floats: 2 (WARPS + top) 16 sums of a warp and a slot, 2 top 16 of slots.
-template <Fp4Kind KIND, int E, int WARPS, int STAGES, int OCCUPANCY, typename X>
+template <Fp4Kind KIND, int E, int WARPS, int STAGES, int OCCUPANCY, typename X, typename H>
 __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
-    fp4_expert_down(const Address *table, const float *logits, const X *x, const X *residual, const X *more, X *y,
+    fp4_expert_down(const Address *table, const float *logits, const H *x, const X *residual, const X *more, X *y,
                     int N, int blocks, int count, int pitch, int top, int normalize) {
   using Block = Fp4Block<KIND>;
   using Queue = Pipeline<STAGES, Block::BYTES>;
@@ -225,7 +248,7 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   grid_dependency_wait_late(N);
 
   char *const mine = shared + WARPS * Queue::SIZE + begin * 512;  // no other warp's
-  const X *const row = x + ((size_t)token * units + begin) * 256;
+  const H *const row = x + ((size_t)token * units + begin) * 256;
 #pragma unroll 4
   for (int k = lane * 8; k < (end - begin) * 256; k += 256)
     *reinterpret_cast<uint4 *>(mine + k * 2) = __ldcg(reinterpret_cast<const uint4 *>(row + k));
@@ -234,25 +257,26 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
   float *const runs = reinterpret_cast<float *>(shared + WARPS * Queue::SIZE + units * 512), *const slots =
                                                                                                  runs +
                                                                                                  2 * (WARPS + top) * 16;
-  Fp4Operands<X> operands;
+  Fp4Operands<H> operands;
   int stage = 0, phase = 0, page = 0;
 #pragma unroll 1
   for (int set = blockIdx.x; set < sets; set += gridDim.x, page ^= 1) {
     // A thread has a row of a slot; more slots than threads / 16 are read at the end.
     const int n = set * 16 + threadIdx.x % 16;
-    float row_scale = 0, bias = 0, share = 0;
+    const X zero = from_float<X>(0);
+    float row_scale = 0, share = 0;
+    X bias = zero;                  // kept as it is, as the residual: a conversion would wait for it here
     const auto look = [&](int s) {  // all lanes of a warp
       const int of = min(s, top - 1);
       const char *const tile = reinterpret_cast<const char *>(__shfl_sync(~0u, weights_at, of)) + set * tile_bytes;
       const X *const biases = reinterpret_cast<const X *>(__shfl_sync(~0u, bias_at, of));
       share = __shfl_sync(~0u, weight, of);
       row_scale = Block::row_scale(tile, blocks, threadIdx.x % 16);
-      bias = biases && n < N ? to_float(biases[n]) : 0;
+      bias = biases && n < N ? biases[n] : zero;
     };
     look(threadIdx.x / 16);
     const bool writes = threadIdx.x < 16 && n < N;
-    float total = writes && residual ? to_float(residual[(size_t)token * N + n]) : 0;
-    if (writes && more) total += to_float(more[(size_t)token * N + n]) / (1 + __expf(-__ldcg(logits + count)));
+    const X before = writes && residual ? residual[(size_t)token * N + n] : zero;
 
     float d[1][2][4];
     clear(d);
@@ -282,10 +306,12 @@ __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY)
       float v = 0;
       for (int w = ((s * blocks + 1) * WARPS - 1) / units; w <= ((s + 1) * blocks * WARPS - 1) / units; w++)
         if (w * units / WARPS < (w + 1) * units / WARPS) v += own[(w + s) * 16 + i % 16];
-      sums[i] = share * fmaf(v, row_scale, bias);
+      sums[i] = share * fmaf(v, row_scale, to_float(bias));
     }
     __syncthreads();
     if (writes) {
+      float total = to_float(before);
+      if (more) total += to_float(more[(size_t)token * N + n]) / (1 + __expf(-__ldcg(logits + count)));
       for (int s = 0; s < top; s++) total += sums[s * 16 + threadIdx.x];
       y[(size_t)token * N + n] = from_float<X>(total);
     }

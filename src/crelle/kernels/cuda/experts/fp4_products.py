@@ -7,9 +7,8 @@ Arguments and results are those of products.py, which routes, sorts and combines
 expert's matrix has one piece of memory (fp4_layout.py), which stands where bit-planes do; nothing stands for scales.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import get_args
 
 import torch
@@ -38,6 +37,12 @@ class Fp4Experts:
     top: int
     normalize: bool
     activation: Activation
+    dtype: torch.dtype  # of the model
+
+    @property
+    def operands(self) -> torch.dtype:
+        """What the products take x and `inner` as: f16 where it is faster and holds all values (fp4_expert_gemv.cu)."""
+        return torch.float16 if self.activation == "SWIGLUOAI_GATE" else self.dtype
 
     @property
     def pitch(self) -> int:
@@ -57,15 +62,24 @@ class Fp4ExpertGemvConfig:
     occupancy: int  # thread blocks that a multiprocessor holds
 
 
-def up_variant(e: Fp4Experts, s: Fp4ExpertGemvConfig, op: Prologue, dtype: torch.dtype) -> tuple[str, str]:
+_UP = [Fp4ExpertGemvConfig(*c) for c in ((4, 4, 2), (4, 2, 2), (4, 2, 1))]
+_DOWN = [Fp4ExpertGemvConfig(*c) for c in ((12, 2, 2), (8, 2, 2), (8, 2, 1), (4, 2, 1))]
+_LEAST = Fp4ExpertGemvConfig(4, 2, 1)
+
+
+def _types(e: Fp4Experts) -> str:
+    return f"{C_TYPES[e.dtype]}, {C_TYPES[e.operands]}"
+
+
+def up_variant(e: Fp4Experts, s: Fp4ExpertGemvConfig, op: Prologue) -> tuple[str, str]:
     arguments = f"{e.gate.kind}, {per_lane(e.count)}, crelle::{op}, crelle::{e.activation}"
     pieces = f"{s.warps}, {s.stages}, {s.occupancy}"
-    return "experts/fp4_expert_gemv.cu", f"crelle::fp4_expert_up<{arguments}, {pieces}, {C_TYPES[dtype]}>"
+    return "experts/fp4_expert_gemv.cu", f"crelle::fp4_expert_up<{arguments}, {pieces}, {_types(e)}>"
 
 
-def down_variant(e: Fp4Experts, s: Fp4ExpertGemvConfig, dtype: torch.dtype) -> tuple[str, str]:
+def down_variant(e: Fp4Experts, s: Fp4ExpertGemvConfig) -> tuple[str, str]:
     arguments = f"{e.down.kind}, {per_lane(e.count)}, {s.warps}, {s.stages}, {s.occupancy}"
-    return "experts/fp4_expert_gemv.cu", f"crelle::fp4_expert_down<{arguments}, {C_TYPES[dtype]}>"
+    return "experts/fp4_expert_gemv.cu", f"crelle::fp4_expert_down<{arguments}, {_types(e)}>"
 
 
 def up(
@@ -80,9 +94,9 @@ def up(
 ) -> Tensor:
     """Return inner [M, top, pitch] = act(gate x) * (up x) of the experts that logits [M, count …] choose."""
     w, M = e.gate, x.shape[0]
-    inner = torch.empty(M, e.top, e.pitch, dtype=x.dtype, device=x.device)
+    inner = torch.empty(M, e.top, e.pitch, dtype=e.operands, device=x.device)
     s = config or up_config(e)
-    load(*up_variant(e, s, op, x.dtype))(
+    load(*up_variant(e, s, op))(
         (_grid(e.top * w.tiles, s, M), M, 1),
         32 * s.warps,
         *(e.table, logits, _aligned(x), _aligned(norm), _aligned(shift), inner, w.N, w.K, w.blocks),
@@ -104,8 +118,8 @@ def down(
     """Return residual + the weighted sum of what the chosen experts make of inner (+ the shared expert's, gated)."""
     w, M = e.down, inner.shape[0]
     s = config or down_config(e)
-    y = torch.empty(M, w.N, dtype=inner.dtype, device=inner.device)
-    load(*down_variant(e, s, inner.dtype))(
+    y = torch.empty(M, w.N, dtype=e.dtype, device=inner.device)
+    load(*down_variant(e, s))(
         (_grid(w.tiles, s, M), M, 1),
         32 * s.warps,
         *(e.table, logits, inner, residual, shared, y),
@@ -117,38 +131,34 @@ def down(
 
 
 def up_config(e: Fp4Experts, room: int | None = None) -> Fp4ExpertGemvConfig:
-    """Return the tile config of `up`: warps that share the blocks evenly, and as much under way as fits."""
-    return _gemv_config(e.gate.blocks, 2 * e.gate.block_bytes + 8, e.gate.blocks * 512, 0, room)
+    """Return the tile config of `up`: measured on an H200 for gpt-oss, its order of preference."""
+    room = room or most_shared_memory()
+    return _first_that_fits(_UP, lambda s: up_shared(e.gate, s), room, per_lane(e.count))
 
 
 def down_config(e: Fp4Experts, room: int | None = None) -> Fp4ExpertGemvConfig:
     """Return that of `down`, which takes the blocks of all slots of a token."""
-    units = e.top * e.down.blocks
-    return _gemv_config(units, e.down.block_bytes + 8, units * 512, e.top, room)
+    room = room or most_shared_memory()
+    return _first_that_fits(_DOWN, lambda s: down_shared(e.down, e.top, s), room, per_lane(e.count))
+
+
+def _first_that_fits(
+    configs: Sequence[Fp4ExpertGemvConfig], shared: Callable[[Fp4ExpertGemvConfig], int], room: int, logits: int
+) -> Fp4ExpertGemvConfig:
+    """Return the first config whose thread blocks fit; each lane holds a number of logits in registers."""
+    few = [s for s in configs if s.occupancy * s.warps <= (24 if logits <= 4 else 16)]
+    return next((s for s in few if (shared(s) + _STATIC) * s.occupancy <= room), _LEAST)
 
 
 def takes_few(rows: int, e: Fp4Experts, room: int | None = None) -> bool:
     """Whether this number of tokens is multiplied each by itself.
 
-    Each reads its experts anew; and x of a token must fit into shared memory: 16 experts of 6,000 inputs do.
+    Each reads its experts anew, and sorting costs three launches: on an H200 both are as fast at 4 tokens of 32 experts
+    and at 8 of 128. And x of a token must fit into shared memory: 16 experts of 6,000 inputs do.
     """
-    room, s = room or most_shared_memory(), Fp4ExpertGemvConfig(4, 2, 1)
-    fits = max(up_shared(e.gate, s), down_shared(e.down, e.top, s)) + _STATIC <= room
-    return fits and rows * e.top <= max(e.count, GEMV_ROWS * e.top)
-
-
-@cache
-def _gemv_config(blocks: int, stage: int, x: int, top: int, room: int | None) -> Fp4ExpertGemvConfig:
     room = room or most_shared_memory()
-    warps = next(n for n in (8, 6, 4) if n == 4 or blocks / (-(-blocks // n) * n) >= 0.9)
-    sums = 4 * 16 * (2 * (warps + top) + 2 * top) if top else 0
-    for occupancy in (3, 2, 1) if room > 200 * 1024 else (1,):
-        for stages in (4, 3, 2):
-            if stages > 2 * -(-blocks // warps):
-                continue  # more than two sets
-            if (warps * (stages * stage + 8) + x + sums + _STATIC) * occupancy <= room:
-                return Fp4ExpertGemvConfig(warps, stages, occupancy)
-    return Fp4ExpertGemvConfig(4, 2, 1)
+    fits = max(up_shared(e.gate, _LEAST), down_shared(e.down, e.top, _LEAST)) + _STATIC <= room
+    return fits and rows * e.top <= max(e.count // 4, GEMV_ROWS * e.top)
 
 
 def _grid(sets: int, s: Fp4ExpertGemvConfig, rows: int) -> int:
@@ -194,23 +204,23 @@ class Fp4ExpertGemmConfig:
     occupancy: int
 
 
-def gemm_variant(e: Fp4Experts, gated: bool, s: Fp4ExpertGemmConfig, dtype: torch.dtype) -> tuple[str, str]:
+def gemm_variant(e: Fp4Experts, gated: bool, s: Fp4ExpertGemmConfig) -> tuple[str, str]:
     arguments = f"{str(gated).lower()}, {e.gate.kind}, {s.tokens}, crelle::{e.activation}"
     pieces = f"{s.warps_n}, {s.warps_k}, {s.stages}, {s.occupancy}"
-    return "experts/fp4_expert_gemm.cu", f"crelle::fp4_expert_gemm<{arguments}, {pieces}, {C_TYPES[dtype]}>"
+    return "experts/fp4_expert_gemm.cu", f"crelle::fp4_expert_gemm<{arguments}, {pieces}, {_types(e)}>"
 
 
 def grouped_up(h: Tensor, slots: Slots, e: Fp4Experts, config: Fp4ExpertGemmConfig | None = None) -> Tensor:
     """Return inner [slots, pitch] = act(gate x) * (up x) in sorted order, for h [M, K]."""
-    inner = torch.empty(slots.count, e.pitch, dtype=h.dtype, device=h.device)
-    h = h.contiguous()
+    inner = torch.empty(slots.count, e.pitch, dtype=e.operands, device=h.device)
+    h = h.to(e.operands).contiguous()
     _grouped(h if h.data_ptr() % 16 == 0 else h.clone(), inner, slots, e, True, config)
     return inner
 
 
 def grouped_down(inner: Tensor, slots: Slots, e: Fp4Experts, config: Fp4ExpertGemmConfig | None = None) -> Tensor:
     """Return [slots, N], what experts make of `inner`, in the order of tokens and their experts."""
-    made = torch.empty(slots.count, e.down.N, dtype=inner.dtype, device=inner.device)
+    made = torch.empty(slots.count, e.down.N, dtype=e.dtype, device=inner.device)
     _grouped(inner, made, slots, e, False, config)
     return made
 
@@ -222,7 +232,7 @@ def _grouped(
     s = config or gemm_config(w, slots.at_a_time)
     outputs = ROWS * s.warps_n * (1 if gated else 2)
     most = slots.passes.shape[0] * -(-w.N // outputs)
-    load(*gemm_variant(e, gated, s, x.dtype))(
+    load(*gemm_variant(e, gated, s))(
         (min(most, multiprocessors() * s.occupancy), 1, 1),
         32 * s.warps_n * s.warps_k,
         *(slots.passes, slots.pass_count, slots.order, x, y),
@@ -249,10 +259,10 @@ def gemm_shared(w: Fp4Weight, s: Fp4ExpertGemmConfig) -> int:
 def variants(i: int, gate: Fp4Weight, down_w: Fp4Weight, hopper: bool) -> Iterator[tuple[str, str]]:
     """Return what CI compiles for the i-th of some weights: each value of each parameter comes in turn."""
     room = _HOPPER_ROOM if hopper else _OLD_ROOM
-    dtype, activation = (torch.float16, torch.bfloat16)[i % 2], get_args(Activation)[(i + 3) % 4]
-    e = Fp4Experts(torch.empty(0), gate, down_w, (32, 128, 8, 512)[i % 4], 4, True, activation)
+    dtype, activation = (torch.float16, torch.bfloat16)[i // 2 % 2], get_args(Activation)[(3, 0, 1, 2)[i % 4]]
+    e = Fp4Experts(torch.empty(0), gate, down_w, (32, 128, 8, 512)[i % 4], 4, True, activation, dtype)
     op: Prologue = ("RMS_NORM", "PLAIN", "LAYER_NORM")[i % 3]
-    yield up_variant(e, up_config(e, room), op, dtype)
-    yield down_variant(e, down_config(e, room), dtype)
+    yield up_variant(e, up_config(e, room), op)
+    yield down_variant(e, down_config(e, room))
     for gated, tokens in ((True, (8, 16, 32)[i % 3]), (False, (16, 32, 8)[i % 3])):
-        yield gemm_variant(e, gated, gemm_config(gate if gated else down_w, tokens, room), dtype)
+        yield gemm_variant(e, gated, gemm_config(gate if gated else down_w, tokens, room))

@@ -41,7 +41,8 @@ class FusedExperts:
         gates = [] if mlp.shared_gate is None else [mlp.shared_gate]
         self.router = fuse([mlp.router, *gates], dtype)
         self._kept = [matrices(expert) for expert in mlp.experts]  # what the table points to
-        self.experts = lay_out_experts(self._kept, spec.experts.top, spec.experts.normalize, spec.activation)
+        chosen = spec.experts.top, spec.experts.normalize
+        self.experts = lay_out_experts(self._kept, *chosen, spec.activation, dtype)
         self.shared = None
         if mlp.shared is not None:
             pair = fuse([mlp.shared.gate, mlp.shared.up], dtype), fuse([mlp.shared.down], dtype)

@@ -60,14 +60,17 @@ def form(w: CudaWeight | Fp4Weight) -> tuple[object, ...]:
 
 
 def lay_out_experts(
-    experts: Sequence[Expert], top: int, normalize: bool, activation: str
+    experts: Sequence[Expert], top: int, normalize: bool, activation: str, dtype: torch.dtype = torch.float16
 ) -> ExpertWeights | Fp4Experts:
-    """Return the experts of a layer; `supports_weights` has returned None. The caller keeps their tensors alive."""
+    """Return the experts of a layer of a model in `dtype`; `supports_weights` has returned None.
+
+    The caller keeps their tensors alive.
+    """
     rows = [[a for name in MATRICES for a in _addresses(*expert[name])] for expert in experts]
     gate, down = (experts[0][name][0] for name in ("gate", "down"))
     more = len(experts), top, normalize, ACTIVATIONS[activation]
     if isinstance(gate, Fp4Weight):
-        return Fp4Experts(torch.tensor(rows, dtype=torch.int64).to(gate.data.device), gate, down, *more)
+        return Fp4Experts(torch.tensor(rows, dtype=torch.int64).to(gate.data.device), gate, down, *more, dtype)
     return ExpertWeights(torch.tensor(rows, dtype=torch.int64).to(gate.words.device), gate, down, *more)
 
 

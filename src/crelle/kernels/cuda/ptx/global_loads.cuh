@@ -1,4 +1,4 @@
-// Reads of what the kernel before this one wrote.
+// Reads of what the kernel before this one wrote, and lines that are to be in L2.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -13,5 +13,8 @@ __device__ __forceinline__ uint4 read_now(const uint4 *p) {
                : "memory");
   return v;
 }
+
+// A line of 128 bytes comes to L2; what it holds may still change.
+__device__ __forceinline__ void prefetch_line(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 }  // namespace crelle
