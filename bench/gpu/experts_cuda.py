@@ -87,9 +87,8 @@ def lay_out_again(w: Fp4Tensor) -> Fp4Weight:
 def llm_of(shape: str, scheme: str, layers: int | None) -> LLM:
     config = {**LARGE[shape], "max_position_embeddings": 4096}
     weights = Repeated(config, scheme, "cuda", layers=layers)
-    dtype = torch.bfloat16 if config["model_type"] in PUBLISHED else torch.float16
     vars(fp4_kernel)["lay_out"] = lay_out_again
-    model = build(weights, torch.device("cuda"), dtype)
+    model = build(weights, torch.device("cuda"))
     _laid_out.cache_clear()
     assert (why := supports_model(model, KVFormat.parse("kv16"))) is None, why
     return LLM(model, cast(Tokenizer, NoTokenizer()), weights)
