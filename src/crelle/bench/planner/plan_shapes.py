@@ -3,7 +3,7 @@
     planned_shape("llama3-70b")         a shape of `crelle bench`, or one of LARGE
     planned_shape("models/smollm2")     a directory or .gguf file: its config
 
-A mixture of experts is the Llama decoder with experts in place of the feed-forward. This says what such a model weighs
+A mixture of experts, but for gpt-oss, is the Llama decoder with experts in place of the feed-forward. This says what such a model weighs
 and reads; whether the engine runs it is for the families (crelle.models.families) to say.
 """
 
@@ -21,6 +21,7 @@ from crelle.formats.storage.open import open_weights
 from crelle.kernels.spec import DecoderSpec, ExpertsSpec
 from crelle.models.families import families
 from crelle.models.families.base import Architecture
+from crelle.models.families.gpt_oss import FAMILY as GPT_OSS
 from crelle.models.families.llama import FAMILY as LLAMA
 from crelle.models.tensor_shapes import tensor_shapes
 from crelle.quantizers.base import Quantizer
@@ -172,6 +173,8 @@ def _experts(name: str, config: Config, count: Any) -> Architecture:
         )
     if count > MAX_EXPERTS:
         raise FormatError(f"{name}: a layer has at most {MAX_EXPERTS:,} experts, got {shown(count)}")
+    if config.get("model_type") == "gpt_oss":  # which has biases
+        return Architecture(GPT_OSS.spec(config), GPT_OSS.names(()), required_biases=True)
     spec = LLAMA.spec({**config, "model_type": "llama"})
     layers = tuple(
         replace(each, mlp=replace(each.mlp, inner=inner, experts=ExpertsSpec(count=count, top=top)))
