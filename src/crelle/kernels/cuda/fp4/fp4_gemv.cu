@@ -8,8 +8,8 @@
 // are f32. Sums of the warps are added in one order, whatever the number of tokens.
 //
 // What bounds it: at 4.4 TB/s and 1.83 GHz an H200 reads 32 weights of each lane in 119 (MXFP4) or 126 cycles (NVFP4)
-// of a quarter of a multiprocessor. For them the loop issues 77 to 82 instructions, two tiles or one (disassembly), 46
-// of them for the integer units, which take one every other cycle; for bf16 87 to 91, and 54. Scales multiplied into
+// of a quarter of a multiprocessor. For them the loop issues 75 to 80 instructions, two tiles or one (disassembly), 44
+// of them for the integer units, which take one every other cycle; for bf16 85 to 89, and 52. Scales multiplied into
 // the sums instead would be fewer instructions for one token and more from four on; x as digits of 8 bits would need
 // tables of 16 bytes or a correction of signs, and a launch that encodes x.
 #include "fp4/fp4_multiply.cuh"
