@@ -3,8 +3,8 @@
     planned_shape("llama3-70b")         a shape of `crelle bench`, or one of LARGE
     planned_shape("models/smollm2")     a directory or .gguf file: its config
 
-A mixture of experts, but for gpt-oss, is the Llama decoder with experts in place of the feed-forward. This says what such a model weighs
-and reads; whether the engine runs it is for the families (crelle.models.families) to say.
+A mixture of experts, but for gpt-oss, is the Llama decoder with experts in place of the feed-forward. This says what
+such a model weighs and reads; whether the engine runs it is for the families (crelle.models.families) to say.
 """
 
 from collections import Counter

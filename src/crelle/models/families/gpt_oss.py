@@ -37,6 +37,4 @@ def spec(c: Config) -> DecoderSpec:
 
 
 _NAMES = replace(llama.FAMILY.names(()), router="mlp.router", expert="mlp.experts.{}", sinks="self_attn.sinks")
-FAMILY = Family(
-    model_types=("gpt_oss",), spec=spec, names=lambda _: _NAMES, required_biases=True, half=torch.bfloat16
-)
+FAMILY = Family(model_types=("gpt_oss",), spec=spec, names=lambda _: _NAMES, required_biases=True, half=torch.bfloat16)
