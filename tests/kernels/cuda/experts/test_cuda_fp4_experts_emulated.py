@@ -77,6 +77,19 @@ def test_chosen_experts_match_oracle(
     assert relative(y, wanted) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_a_bf16_model_multiplies_in_f16_only_where_inner_is_bounded(activation: str) -> None:
+    torch.manual_seed(5)
+    case = expert_cases.make_fp4("mxfp4", count=3, top=2, width=264, inner=40, activation=activation, dtype=BF16)
+    x, logits = (torch.randn(3, 264) / 2).to(BF16), torch.randn(3, 3)
+    inner = fp4_products.up(x, logits, case.experts)
+    assert inner.dtype == (HALF if activation == "swigluoai" else BF16)
+    wanted = expert_cases.oracle(case, x, logits, 2, True, activation)
+    for y in (fp4_products.down(inner, logits, case.experts), many(case, x, logits, 8)):
+        assert y.dtype == BF16
+        assert relative(y, wanted) < TOLERANCE[BF16] * (1 if activation == "swigluoai" else 2)
+
+
 @pytest.mark.parametrize("op", NORMS)
 def test_norm_residual_and_shared_expert_are_fused(op: str) -> None:
     torch.manual_seed(0)

@@ -21,6 +21,7 @@ from crelle.kernels.cuda.launch import load, most_shared_memory, multiprocessors
 from crelle.kernels.cuda.planes.bmma_gemv import C_TYPES
 from crelle.kernels.cuda.step.activations import Prologue
 
+_HALVES = True  # f16 operands in a bf16 model, where no value can be too large (fp4_expert_gemv.cu)
 _HOPPER_ROOM = 227 * 1024  # bytes of shared memory that a thread block can have
 _OLD_ROOM = 99 * 1024  # the same before Hopper, of the smallest chip
 _STATIC = 2048  # at most, of a thread block
@@ -42,7 +43,7 @@ class Fp4Experts:
     @property
     def operands(self) -> torch.dtype:
         """What the products take x and `inner` as: f16 where it is faster and holds all values (fp4_expert_gemv.cu)."""
-        return torch.float16 if self.activation == "SWIGLUOAI_GATE" else self.dtype
+        return torch.float16 if _HALVES and self.activation == "SWIGLUOAI_GATE" else self.dtype
 
     @property
     def pitch(self) -> int:
