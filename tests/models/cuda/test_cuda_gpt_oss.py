@@ -16,7 +16,7 @@ from crelle.models.loader import load
 
 @pytest.mark.gpu
 def test_a_published_directory_and_a_checkpoint_of_it_run_in_graphs(tmp_path: Path) -> None:
-    """Logits of prompts and steps are those of the layers in f32; both generate the same text."""
+    """Logits of prompts and steps are those of the layers in f32; both generate the same tokens."""
     sizes = {"hidden_size": 192, "intermediate_size": 160, "head_dim": 64, "num_local_experts": 8}
     source = write_gpt_oss(tmp_path / "published", **sizes)
     made = quantize(source, tmp_path / "kept", "keep", device="cuda").out
@@ -24,7 +24,7 @@ def test_a_published_directory_and_a_checkpoint_of_it_run_in_graphs(tmp_path: Pa
     plain, _ = load(source, device="cpu")
     with torch.inference_mode():
         wanted = {b: plain(torch.tensor([i]), plain.new_cache(1))[0].cuda() for b, i in ids.items()}
-    texts = []
+    generated = []
     for path in (source, made):
         llm = LLM.load(path, device="cuda")
         assert llm.model.dtype == torch.bfloat16
@@ -38,5 +38,5 @@ def test_a_published_directory_and_a_checkpoint_of_it_run_in_graphs(tmp_path: Pa
                 expected += [wanted[b][sequences.lengths[b] - 1] for b in rows]
         check_rows(found, expected, torch.bfloat16)
         assert sequences.untouched()
-        texts.append([c.tokens for c in llm.generate(["one", "and two"], Sampling(max_tokens=24))])
-    assert texts[0] == texts[1]
+        generated.append([c.tokens for c in llm.generate(["one", "and two"], Sampling(max_tokens=24))])
+    assert generated[0] == generated[1]
