@@ -7,9 +7,14 @@ of prompts and steps against the model layer by layer. Bytes of a step: all matr
 layer the experts that its tokens chose, each once; keys and values are not counted. Share: of the speed of a plain read
 in the same run. Matrices repeat values from layer to layer, in memory of their own. `--layers` builds fewer layers;
 `--seconds` leaves out what has not begun by then; `--tune` measures the tile configs of the other products first.
+
+gpt-oss is as it is published: experts in MXFP4, all else in bfloat16. Its bytes are those of the file, without what the
+kernels' layout pads 2880 inputs with (7%).
 """
 
 import argparse
+import dataclasses
+import functools
 import gc
 import re
 import sys
@@ -24,25 +29,32 @@ from torch import Tensor
 from crelle.bench.engine_decode import EngineDecoder
 from crelle.bench.environment import write_result
 from crelle.bench.kernels.cuda_timer import gpu, read_ceiling
+from crelle.bench.kernels.random_matrices import random_matrix
 from crelle.bench.kernels.step_breakdown import breakdown
 from crelle.bench.load.no_tokenizer import NoTokenizer
 from crelle.bench.model_shapes import RandomWeights
 from crelle.bench.planner.plan_shapes import LARGE
 from crelle.engine.llm import LLM
 from crelle.engine.tokenization.tokenizer import Tokenizer
-from crelle.formats.base import QuantTensor
+from crelle.formats.base import QuantTensor, format_of
+from crelle.formats.fp4 import Fp4Tensor
 from crelle.formats.kv.pages import KVFormat
 from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.executor import supports_model
-from crelle.kernels.cuda.experts import products
+from crelle.kernels.cuda.experts import fp4_products, products
+from crelle.kernels.cuda.fp4 import fp4_kernel, fp4_layout
+from crelle.kernels.cuda.fp4.fp4_layout import Fp4Weight
 from crelle.kernels.cuda.runtime import autotune
 from crelle.kernels.executor import Chunk
 from crelle.models.linear import QuantLinear
 from crelle.models.loader import Model, build
+from crelle.quantizers.base import Cast
 
 SCHEMES = ("rtn:bits=4,group=128", "bcq:bits=2,group=128")
+PUBLISHED = {"gpt_oss": "mxfp4"}  # what experts, and nothing else, are published in
 CONTEXT, TOKENS, ROUNDS = 64, 32, 3
-TOLERANCE = 0.05  # of the median row: two experts that are nearly as likely may change places
+# Of the median row: two experts that are nearly as likely may change places.
+TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 class Repeated(RandomWeights):
@@ -52,15 +64,32 @@ class Repeated(RandomWeights):
         layer, expert = re.search(r"layers\.(\d+)\.", module), re.search(r"experts\.(\d+)\.", module)
         if layer is None:
             return super().matrix(module)
+        if expert is None and self.config["model_type"] in PUBLISHED:
+            N, K = self.shape(f"{module}.weight")
+            return random_matrix(Cast("bf16"), N, K, self._random(module))
         which = int(layer[1]) % 2, expert and int(expert[1]) % 4, module.rsplit(".", 1)[-1]
         if which not in (made := self.__dict__.setdefault("made", {})):
             made[which] = super().matrix(module)
         return cast(QuantTensor, made[which])
 
 
+@functools.cache
+def _laid_out(w: Fp4Tensor) -> Fp4Weight:
+    return fp4_layout.lay_out(w)
+
+
+def lay_out_again(w: Fp4Tensor) -> Fp4Weight:
+    """Lay out a matrix that repeats, in memory of its own, in the time of a copy."""
+    laid = _laid_out(w)
+    return dataclasses.replace(laid, data=laid.data.clone())
+
+
 def llm_of(shape: str, scheme: str, layers: int | None) -> LLM:
-    weights = Repeated({**LARGE[shape], "max_position_embeddings": 4096}, scheme, "cuda", layers=layers)
+    config = {**LARGE[shape], "max_position_embeddings": 4096}
+    weights = Repeated(config, scheme, "cuda", layers=layers)
+    vars(fp4_kernel)["lay_out"] = lay_out_again
     model = build(weights, torch.device("cuda"))
+    _laid_out.cache_clear()
     assert (why := supports_model(model, KVFormat.parse("kv16"))) is None, why
     return LLM(model, cast(Tokenizer, NoTokenizer()), weights)
 
@@ -86,7 +115,7 @@ def check(shape: str, scheme: str) -> float:
         errors += ((found - wanted[:rows, at]).norm(dim=-1) / wanted[:rows, at].norm(dim=-1)).tolist()
         at += 1
     error = median(errors)
-    if not error <= TOLERANCE:
+    if not error <= TOLERANCE[model.dtype]:
         raise SystemExit(f"{shape} at {scheme}: logits are {error:.1%} away from the model's layer by layer; not timed")
     return error
 
@@ -94,9 +123,13 @@ def check(shape: str, scheme: str) -> float:
 def step_bytes(model: Model, chosen: list[int]) -> int:
     """Return the bytes of a step in which these numbers of experts were chosen, by layer."""
 
+    def stored(w: Any) -> int:
+        if isinstance(w, Fp4Weight):
+            return w.N * format_of({"format": w.format}).row_bits({"shape": [w.N, w.K]}) // 8
+        return w.numel() * w.element_size() if isinstance(w, Tensor) else int(w.nbytes)
+
     def size(linears: list[QuantLinear]) -> int:
-        each = [linear.prepared.data for linear in linears]
-        return sum(w.numel() * w.element_size() if isinstance(w, Tensor) else w.nbytes for w in each)
+        return sum(stored(linear.prepared.data) for linear in linears)
 
     total = size(model.linears())
     for layer, n in zip(cast(Any, model.layers), chosen, strict=True):
@@ -110,26 +143,34 @@ def chosen_experts(decoder: EngineDecoder, batch: int) -> list[int]:
     """Return how many experts of each layer are chosen by tokens of a step like the last one, kernel by kernel."""
     found, executor = list[int](), decoder.engine.runner.cuda_executor(None)
     assert executor is not None
-    graph, up, route = executor.graph(batch), products.up, products.route
+    graph, route, modules = executor.graph(batch), products.route, (products, fp4_products)
+    ups = [module.up for module in modules]
 
-    def count(logits: Tensor, e: products.ExpertWeights) -> None:
+    def count(logits: Tensor, e: products.Mixture) -> None:
         found.append(len(set(logits[:batch, : e.count].topk(e.top, -1)[1].flatten().tolist())))
 
-    def counted_up(x: Tensor, logits: Tensor, e: products.ExpertWeights, *more: Any) -> Tensor:
-        count(logits, e)
-        return up(x, logits, e, *more)
+    def counted(up: Any) -> Any:
+        def counted_up(x: Tensor, logits: Tensor, e: products.Mixture, *more: Any) -> Any:
+            count(logits, e)
+            return up(x, logits, e, *more)
 
-    def counted_route(logits: Tensor, e: products.ExpertWeights) -> tuple[Tensor, Tensor]:
-        count(logits, e)
-        return route(logits, e)
+        return counted_up
 
-    products.up, products.route = counted_up, counted_route  # type: ignore[assignment]
+    def counted_route(logits: Tensor, e: products.Mixture, *more: Any) -> Any:
+        count(logits, e)
+        return route(logits, e, *more)
+
+    products.route = counted_route
+    for module, up in zip(modules, ups, strict=True):
+        module.up = counted(up)  # type: ignore[attr-defined]
     try:
         executor._inputs.ids.random_(decoder.engine.llm.model.spec.vocabulary)
         executor._inputs.token_source.fill_(-1)
         graph._run()
     finally:
-        products.up, products.route = up, route
+        products.route = route
+        for module, up in zip(modules, ups, strict=True):
+            module.up = up  # type: ignore[attr-defined]
     return found
 
 
@@ -157,6 +198,7 @@ def measure(llm: LLM, scheme: str, batch: int, ceiling: float, given: argparse.N
     row = {"shape": llm.weights.path.name, "scheme": scheme, "layers": len(model.spec.layers), "batch": batch}
     row |= {"milliseconds_per_token": ms, "tokens_per_second": 1e3 * batch / ms, "step_bytes": size}
     row |= {"experts_a_layer": mean(chosen), "share_of_ceiling": size / ms / 1e6 / ceiling}
+    row |= {"gpu_memory_gb": torch.cuda.max_memory_allocated() / 1e9}
     row |= {"first_token_milliseconds": 1e3 * median(generation.first for generation in made)}
     if given.profile:
         executor = decoder.engine.runner.cuda_executor(None)
@@ -171,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--shapes", default="qwen3-30b-a3b,mixtral-8x7b")
-    parser.add_argument("--schemes", default="+".join(SCHEMES), help="separated by plus signs")
+    parser.add_argument("--schemes", help="separated by plus signs; default: mxfp4 for gpt-oss, else 4 and 2 bits")
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--seconds", type=float, default=210)
@@ -180,12 +222,14 @@ def main() -> None:
     given = parser.parse_args()
     begun, ceiling, rows = perf_counter(), read_ceiling().gb_per_s, list[dict[str, Any]]()
     for shape in given.shapes.split(","):
-        for scheme in given.schemes.split("+"):
+        published = PUBLISHED.get(str(LARGE[shape]["model_type"]))
+        for scheme in given.schemes.split("+") if given.schemes else [published] if published else SCHEMES:
             if perf_counter() - begun > given.seconds:
                 print(f"left out: {shape} at {scheme}", flush=True)
                 continue
             error = check(shape, scheme)
             print(f"{shape} {scheme}: checked, {error:.2%}, {perf_counter() - begun:.0f} s", flush=True)
+            torch.cuda.reset_peak_memory_stats()
             llm = llm_of(shape, scheme, given.layers)
             print(f"built, {perf_counter() - begun:.0f} s", flush=True)
             for batch in map(int, given.batches.split(",")):
@@ -203,12 +247,12 @@ def main() -> None:
     options = [argument for argument in sys.argv[1:] if argument != str(given.out)]
     command = " ".join(["python", "bench/gpu/experts_cuda.py", given.out.name, *options])
     write_result(given.out, {"command": command, "gpu": gpu(), "read_ceiling_gb_per_s": ceiling, "rows": rows})
-    print(f"{'shape':14} {'scheme':21} layers batch  ms/token  tokens/s  GB/step  experts  share  prompt ms")
+    print(f"{'shape':14} {'scheme':21} layers batch  ms/token  tokens/s  GB/step  experts  share  prompt ms     GB")
     for r in rows:
         print(
             f"{r['shape']:14} {r['scheme']:21} {r['layers']:6} {r['batch']:5} {r['milliseconds_per_token']:9.3f} "
             f"{r['tokens_per_second']:9.0f} {r['step_bytes'] / 1e9:8.2f} {r['experts_a_layer']:8.1f} "
-            f"{r['share_of_ceiling']:6.0%} {r['first_token_milliseconds']:10.1f}"
+            f"{r['share_of_ceiling']:6.0%} {r['first_token_milliseconds']:10.1f} {r['gpu_memory_gb']:6.1f}"
         )
 
 

@@ -19,6 +19,8 @@ BILLIONS = {
     "llama3-405b": 405.85,
     "mixtral-8x7b": 46.70,
     "qwen3-30b-a3b": 30.53,
+    "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
 }
 BCQ = parse("bcq:bits=3,group=128")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from conftest import write_tokenizer
+from gpt_oss import write_gpt_oss
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -160,27 +161,7 @@ def test_nvfp4_of_modelopt_is_read_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small gpt-oss as it is published: experts as blocks and scales."""
-    to = tmp_path_factory.mktemp("gpt-oss")
-    torch.manual_seed(6)
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 16, "rope_parameters": rope}
-    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES | experts))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=p.shape[-1] ** -0.5 if p.dim() > 1 else 0.2)
-    model.save_pretrained(to)
-    write_tokenizer(to)
-    tensors, g = load_file(to / "model.safetensors"), torch.Generator().manual_seed(7)
-    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
-        E, K, N = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(256, (E, N, K // 32, 16), generator=g, dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(121, 124, (E, N, K // 32), generator=g, dtype=torch.uint8)
-    save_file(tensors, to / "model.safetensors", {"format": "pt"})
-    config = json.loads((to / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (to / "config.json").write_text(json.dumps(config))
-    return to
+    return write_gpt_oss(tmp_path_factory.mktemp("gpt-oss"))
 
 
 def test_experts_of_gpt_oss_are_read_bit_for_bit(gpt_oss: Path, tmp_path: Path) -> None:

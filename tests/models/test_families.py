@@ -197,8 +197,8 @@ def test_families_are_found_by_their_files() -> None:
     assert {"llama", "opt", "gpt2", "gemma3_text"} <= families().keys()
 
 
-def test_gemma_computes_in_bf16_on_a_gpu_and_others_in_f16() -> None:
-    """Gemma's activations exceed 65,504; on a CPU all compute in f32."""
+def test_gemma_and_gpt_oss_compute_in_bf16_on_a_gpu_and_others_in_f16() -> None:
+    """Their activations exceed 65,504; on a CPU all compute in f32."""
     halves = {name: family.half for name, family in families().items()}
-    assert {name for name, half in halves.items() if half == torch.bfloat16} == {"gemma2", "gemma3_text"}
-    assert {half for name, half in halves.items() if not name.startswith("gemma")} == {torch.float16}
+    assert {name for name, half in halves.items() if half == torch.bfloat16} == {"gemma2", "gemma3_text", "gpt_oss"}
+    assert set(halves.values()) == {torch.float16, torch.bfloat16}

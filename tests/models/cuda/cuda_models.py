@@ -62,7 +62,27 @@ QWEN2_MOE = {
     "shared_expert_intermediate_size": 320,
     "mlp_only_layers": [1],
 }
-MIXTURES = {"mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE, "qwen3-moe": QWEN3_MOE}
+GPT_OSS = {  # inputs are no multiple of a block, nor of 128
+    **LLAMA,
+    "model_type": "gpt_oss",
+    "hidden_size": 320,
+    "intermediate_size": 192,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "sliding_window": 20,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
+MIXTURES = {"mixtral": MIXTRAL, "qwen2-moe": QWEN2_MOE, "qwen3-moe": QWEN3_MOE, "gpt-oss": GPT_OSS}
 CONFIGS = {
     "llama": LLAMA,
     "opt": OPT,

@@ -13,6 +13,8 @@ from crelle.kernels.cuda.step import fused_linear
 
 gpu = pytest.mark.gpu
 SCHEMES = ["rtn:bits=4,group=64", "bcq:bits=2,group=128", "bcq:bits=3,group=32"]
+CASES = [(name, scheme) for name in MIXTURES for scheme in SCHEMES]
+CASES += [("gpt-oss", "mxfp4"), ("gpt-oss", "nvfp4"), ("qwen2-moe", "mxfp4")]
 # Of half the rows, and of 85%: two experts that are nearly as likely may change places by a rounding. Measured: 0.002
 # and 0.013 in fp16; bf16 has three bits less in every product, and in the reference's: 0.02 and 0.094.
 TOLERANCE = {torch.float16: (4e-3, 3e-2), torch.bfloat16: (3e-2, 0.12)}
@@ -26,6 +28,11 @@ def check_rows(found: list[Tensor], wanted: list[Tensor], dtype: torch.dtype = t
     assert errors.max() < 1, errors.tolist()
 
 
+def scheme_of(name: str) -> str:
+    """Return what a family is published in, or 4 bits."""
+    return "mxfp4" if name == "gpt-oss" else "rtn:bits=4,group=64"
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_spec_of_a_mixture_is_one_that_the_step_runs(name: str) -> None:
     from crelle.kernels.cuda.executor import supports
@@ -36,8 +43,7 @@ def test_the_spec_of_a_mixture_is_one_that_the_step_runs(name: str) -> None:
 @gpu
 @pytest.mark.parametrize("small", [0, fused_linear.SMALL])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(("name", "scheme"), CASES)
 def test_prompts_and_steps_give_the_models_logits(
     name: str, scheme: str, dtype: torch.dtype, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +68,7 @@ def test_prompts_and_steps_give_the_models_logits(
 @gpu
 @pytest.mark.parametrize("name", MIXTURES)
 def test_batch_invariant_steps_are_bit_for_bit_those_of_sequences_alone(name: str) -> None:
-    model = make(MIXTURES[name], "rtn:bits=4,group=64", "cuda")
+    model = make(MIXTURES[name], scheme_of(name), "cuda")
     ids = {b: random_ids(30, seed=b) for b in range(20)}
     together, alone, chunked = (Sequences(model, "kv16", 20, 32, exact=True) for _ in range(3))
     found = {b: [row] for b, row in enumerate(together.run({b: i[:20] for b, i in ids.items()}))}
@@ -81,7 +87,7 @@ def test_batch_invariant_steps_are_bit_for_bit_those_of_sequences_alone(name: st
 @pytest.mark.parametrize("rows", [1, 4, 8, 40])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_second_run_has_the_same_bits(name: str, rows: int) -> None:
-    model = make(MIXTURES[name], "rtn:bits=4,group=64", "cuda")
+    model = make(MIXTURES[name], scheme_of(name), "cuda")
     ids = {b: random_ids(24, seed=b) for b in range(rows)}
     runs = []
     for _ in range(3):
@@ -96,4 +102,6 @@ def test_a_second_run_has_the_same_bits(name: str, rows: int) -> None:
 @gpu
 def test_dense_experts_run_layer_by_layer_and_say_why() -> None:
     model = make(MIXTURES["mixtral"], "fp16", "cuda")
-    assert supports_model(model, KVFormat.parse("kv16")) == "the step has experts of bit-planes (bcq, uniform, affine)"
+    assert supports_model(model, KVFormat.parse("kv16")) == (
+        "the step has experts of bit-planes (bcq, uniform, affine) or of four-bit floats (mxfp4, nvfp4)"
+    )

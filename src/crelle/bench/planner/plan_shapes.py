@@ -3,8 +3,8 @@
     planned_shape("llama3-70b")         a shape of `crelle bench`, or one of LARGE
     planned_shape("models/smollm2")     a directory or .gguf file: its config
 
-A mixture of experts is the Llama decoder with experts in place of the feed-forward. This says what such a model weighs
-and reads; whether the engine runs it is for the families (crelle.models.families) to say.
+A mixture of experts, but for gpt-oss, is the Llama decoder with experts in place of the feed-forward. This says what
+such a model weighs and reads; whether the engine runs it is for the families (crelle.models.families) to say.
 """
 
 from collections import Counter
@@ -21,13 +21,35 @@ from crelle.formats.storage.open import open_weights
 from crelle.kernels.spec import DecoderSpec, ExpertsSpec
 from crelle.models.families import families
 from crelle.models.families.base import Architecture
+from crelle.models.families.gpt_oss import FAMILY as GPT_OSS
 from crelle.models.families.llama import FAMILY as LLAMA
 from crelle.models.tensor_shapes import tensor_shapes
 from crelle.quantizers.base import Quantizer
 
 Config = Mapping[str, Any]
 
-# Sizes as published: arXiv 2407.21783 (Llama 3), 2401.04088 (Mixtral), 2505.09388 (Qwen 3), and their model cards.
+
+def _gpt_oss(layers: int, experts: int) -> Config:
+    return {
+        **llama_config(2880, layers, 64, 2880, kv_heads=8, vocabulary=201088, context=131072, theta=150000.0),
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+
+
+# Sizes as published: arXiv 2407.21783 (Llama 3), 2401.04088 (Mixtral), 2505.09388 (Qwen 3), 2508.10925 (gpt-oss), and
+# their model cards.
 LARGE: Mapping[str, Config] = {
     "llama3-70b": llama_config(8192, 80, 64, 28672, kv_heads=8, vocabulary=128256, context=8192, theta=500000.0),
     "llama3-405b": llama_config(16384, 126, 128, 53248, kv_heads=8, vocabulary=128256, context=131072, theta=500000.0),
@@ -46,6 +68,8 @@ LARGE: Mapping[str, Config] = {
         "norm_topk_prob": True,
         "moe_intermediate_size": 768,
     },
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }
 NAMES = (*SHAPES, *LARGE)
 MAX_EXPERTS = 1 << 12  # of a layer; Kimi K2 has 384
@@ -149,6 +173,8 @@ def _experts(name: str, config: Config, count: Any) -> Architecture:
         )
     if count > MAX_EXPERTS:
         raise FormatError(f"{name}: a layer has at most {MAX_EXPERTS:,} experts, got {shown(count)}")
+    if config.get("model_type") == "gpt_oss":  # which has biases
+        return Architecture(GPT_OSS.spec(config), GPT_OSS.names(()), required_biases=True)
     spec = LLAMA.spec({**config, "model_type": "llama"})
     layers = tuple(
         replace(each, mlp=replace(each.mlp, inner=inner, experts=ExpertsSpec(count=count, top=top)))

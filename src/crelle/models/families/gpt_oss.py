@@ -4,6 +4,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from crelle.errors import UnsupportedError
 from crelle.kernels.spec import DecoderSpec, LayerSpec, MlpSpec
 from crelle.models.families import llama
@@ -35,4 +37,4 @@ def spec(c: Config) -> DecoderSpec:
 
 
 _NAMES = replace(llama.FAMILY.names(()), router="mlp.router", expert="mlp.experts.{}", sinks="self_attn.sinks")
-FAMILY = Family(model_types=("gpt_oss",), spec=spec, names=lambda _: _NAMES, required_biases=True)
+FAMILY = Family(model_types=("gpt_oss",), spec=spec, names=lambda _: _NAMES, required_biases=True, half=torch.bfloat16)

@@ -14,6 +14,8 @@ from crelle.kernels.cuda.runtime.instantiations import Instantiation, instantiat
 pytestmark = pytest.mark.skipif(bool(jit.missing()), reason=str(jit.missing()))
 
 MATRIX_FILES = {
+    "experts/fp4_expert_gemm.cu",
+    "experts/fp4_expert_gemv.cu",
     "fp4/fp4_gemm.cu",
     "fp4/fp4_gemv.cu",
     "planes/bmma_gemv.cu",
@@ -185,7 +187,7 @@ def test_no_piece_is_overwritten_while_it_is_read(each: int) -> None:
     """A load can take long, and the copy engine does not wait for it (one tile a warp, one place each)."""
     one_tile = re.compile(
         r"bmma_gemv<\d, crelle::\w+, \d, \d, 1,|gemm_sm90<|skinny_gemm<|mixed_gemv<|mixed_decode<|trellis_gemv_sm90<"
-        r"|fp4_gem[mv]_sm90<"
+        r"|fp4_gem[mv]_sm90<|fp4_expert_\w+<"
     )
     wrong = []
     found = sampled([v for v in instantiations("sm_90a") if one_tile.search(v[1])], each)

@@ -5,6 +5,7 @@
 // that the device can read, in its own memory or in pinned memory of the host. The table does not change during a step,
 // so kernels read it before they wait for the previous one.
 #pragma once
+#include "ptx/global_loads.cuh"
 #include "ptx/tensorcore.cuh"
 #include "ptx/warp.cuh"
 
@@ -17,6 +18,13 @@ enum Part { PLANES, SCALES, BIAS };
 
 __device__ __forceinline__ Address address_of(const Address *table, int expert, Matrix matrix, Part part) {
   return __ldcg(table + expert * COLUMNS + matrix * 3 + part);
+}
+
+// The table's lines come to L2 while the kernel waits: what stands in them may still change.
+template <int THREADS>
+__device__ __forceinline__ void prefetch_table(const Address *table, int count) {
+  const char *const from = reinterpret_cast<const char *>(table);
+  for (int i = threadIdx.x * 128; i < count * COLUMNS * 8; i += THREADS * 128) prefetch_line(from + i);
 }
 
 // A value as an integer that is larger for larger values, above 0; NaN is the largest. And back.

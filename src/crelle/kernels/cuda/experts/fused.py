@@ -3,6 +3,7 @@
     few tokens     router (with the norm) → expert_up (norms x, routes) → expert_down (routes, adds to x)
     many tokens    norm → router → route → sort → grouped up → grouped down → combine
 
+Products are those of the experts' format (products.py or fp4_products.py); what stands around them is the same.
 `few` is for batches whose tokens mostly take different experts, so that sorting would save nothing. With
 `batch_invariant` all batches are sorted: a slot's products have one order of sums, whatever else is in the batch.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 from crelle.kernels.cuda.dense.fused import DenseLinear
 from crelle.kernels.cuda.dispatch import GEMV_ROWS
 from crelle.kernels.cuda.experts import products
-from crelle.kernels.cuda.experts.weights import MATRICES, lay_out_experts
+from crelle.kernels.cuda.experts.weights import MATRICES, lay_out_experts, products_of
 from crelle.kernels.cuda.step import activations
 from crelle.kernels.cuda.step.activations import Prologue
 from crelle.kernels.cuda.step.fuse import fuse
@@ -40,7 +41,8 @@ class FusedExperts:
         gates = [] if mlp.shared_gate is None else [mlp.shared_gate]
         self.router = fuse([mlp.router, *gates], dtype)
         self._kept = [matrices(expert) for expert in mlp.experts]  # what the table points to
-        self.experts = lay_out_experts(self._kept, spec.experts.top, spec.experts.normalize, spec.activation)
+        chosen = spec.experts.top, spec.experts.normalize
+        self.experts = lay_out_experts(self._kept, *chosen, spec.activation, dtype)
         self.shared = None
         if mlp.shared is not None:
             pair = fuse([mlp.shared.gate, mlp.shared.up], dtype), fuse([mlp.shared.down], dtype)
@@ -48,11 +50,12 @@ class FusedExperts:
 
     def takes_few(self, rows: int) -> bool:
         """Whether this number of tokens is multiplied each by itself."""
-        return rows * self.experts.top <= max(self.experts.count, GEMV_ROWS * self.experts.top)
+        return bool(products_of(self.experts).takes_few(rows, self.experts))
 
     def __call__(self, x: Tensor, norm: Norm | None, residual: Tensor | None, batch_invariant: bool = False) -> Tensor:
         """Return residual + the experts' output for x [M, width], which is normed first, if there is a norm."""
         op: Prologue = "PLAIN" if norm is None else norm.op
+        p = products_of(self.experts)
         if batch_invariant or not self.takes_few(x.shape[0]):
             return self._many(x if norm is None else norm(x), residual, batch_invariant)
         if x.shape[0] <= GEMV_ROWS:
@@ -60,19 +63,20 @@ class FusedExperts:
             if self.shared is not None:
                 up, down, act = self.shared
                 made = down(up(x, op, norm), act)
-            inner = products.up(x, logits, self.experts, op, *of_norm(norm))
+            inner = p.up(x, logits, self.experts, op, *of_norm(norm))
         else:
             h = x if norm is None else norm(x)
             logits, made = self._logits(h, False), self._shared(h, False)
-            inner = products.up(h, logits, self.experts)
-        return products.down(inner, logits, self.experts, residual, made)
+            inner = p.up(h, logits, self.experts)
+        y: Tensor = p.down(inner, logits, self.experts, residual, made)
+        return y
 
     def _many(self, h: Tensor, residual: Tensor | None, batch_invariant: bool) -> Tensor:
-        e, logits = self.experts, self._logits(h, batch_invariant)
+        e, logits, p = self.experts, self._logits(h, batch_invariant), products_of(self.experts)
         chosen, weights = products.route(logits, e)
         tokens = _INVARIANT_TOKENS if batch_invariant else products.at_a_time(h.shape[0], e)
         slots = products.sort(chosen, e, tokens)
-        made = products.grouped_down(products.grouped_up(h, slots, e), slots, e)
+        made = p.grouped_down(p.grouped_up(h, slots, e), slots, e)
         return products.combine(made, weights, residual, self._shared(h, batch_invariant), logits, e.count)
 
     def _logits(self, h: Tensor, batch_invariant: bool) -> Tensor:

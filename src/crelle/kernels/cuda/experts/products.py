@@ -12,11 +12,12 @@ All launch on the current stream, allocate only through torch, need nothing of t
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
+from crelle.kernels.cuda.dispatch import GEMV_ROWS
 from crelle.kernels.cuda.launch import load, multiprocessors
 from crelle.kernels.cuda.planes.bmma_gemv import _ENCODE_WARPS, C_TYPES, encode_variant, parts
 from crelle.kernels.cuda.planes.weight_layout import BLOCK, ROWS, CudaWeight, ScaleKind
@@ -59,6 +60,19 @@ class ExpertWeights:
     def pitch(self) -> int:
         """Values of a row of `inner`: what `down` has blocks for."""
         return self.down.blocks * BLOCK
+
+
+class Mixture(Protocol):
+    """What routing and sorting read of a layer's experts, of whatever format."""
+
+    @property
+    def table(self) -> Tensor: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def top(self) -> int: ...
+    @property
+    def normalize(self) -> bool: ...
 
 
 def per_lane(count: int) -> int:
@@ -214,6 +228,11 @@ def _gemv_shared(w: CudaWeight, s: ExpertGemvConfig, encoded: int, staged: int =
     return s.warps * queue + 2 * -(-encoded // s.cluster) * (64 + 1 + parts(w)) * 4 + 32 * staged
 
 
+def takes_few(rows: int, e: ExpertWeights) -> bool:
+    """Whether this number of tokens is multiplied each by itself."""
+    return rows * e.top <= max(e.count, GEMV_ROWS * e.top)
+
+
 # --- many tokens ------------------------------------------------------------------------------------------------------
 
 
@@ -267,7 +286,7 @@ def combine_variant(dtype: torch.dtype) -> tuple[str, str]:
     return "experts/routing.cu", f"crelle::combine<{C_TYPES[dtype]}>"
 
 
-def route(logits: Tensor, e: ExpertWeights) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, e: Mixture) -> tuple[Tensor, Tensor]:
     """Return the experts int32 [M, top] that logits f32 [M, count …] choose, and their weights f32 [M, top]."""
     M = logits.shape[0]
     chosen = torch.empty(M, e.top, dtype=torch.int32, device=logits.device)
@@ -277,13 +296,13 @@ def route(logits: Tensor, e: ExpertWeights) -> tuple[Tensor, Tensor]:
     return chosen, weights
 
 
-def at_a_time(rows: int, e: ExpertWeights) -> int:
+def at_a_time(rows: int, e: Mixture) -> int:
     """Return how many slots a pass should take: what most experts have."""
     mean = rows * e.top / e.count
     return next((n for n in PASSES if 1.5 * mean <= n), PASSES[-1])
 
 
-def sort(chosen: Tensor, e: ExpertWeights, tokens: int) -> Slots:
+def sort(chosen: Tensor, e: Mixture, tokens: int) -> Slots:
     """Return the slots of chosen [M, top] sorted by expert, in passes of up to `tokens`."""
     count, device = chosen.numel(), chosen.device
     most = min(count, e.count + count // tokens)

@@ -52,7 +52,7 @@ struct Fp4Operands<half> {
   uint32 low, high;  // scales of row g, of row g + 8
 
   __device__ __forceinline__ void scale(uint32 pair) {
-    low = __byte_perm(pair, 0, 0x1010), high = __byte_perm(pair, 0, 0x3232);
+    low = Pack2<half>::low_twice(pair), high = Pack2<half>::high_twice(pair);
   }
   // a: the first two inputs of rows g and g + 8, then the other two.
   __device__ __forceinline__ void unpack(uint32 (&a)[4], uint32 word) const {
@@ -73,7 +73,7 @@ struct Fp4Operands<bfloat16> {
   // An f16 shifted by 3 bits is, as a bfloat16, 2^-112 of it.
   __device__ __forceinline__ void scale(uint32 pair) {
     const uint32 both = P::mul(pair >> 3, 0x77807780u);
-    low = __byte_perm(both, 0, 0x1010), high = __byte_perm(both, 0, 0x3232);
+    low = P::low_twice(both), high = P::high_twice(both);
   }
   __device__ __forceinline__ void unpack(uint32 (&a)[4], uint32 word) const {
     const uint32 select = word & 0x77777777u, other = select >> 16;

@@ -8,11 +8,11 @@
 // are f32. Sums of the warps are added in one order, whatever the number of tokens.
 //
 // What bounds it: at 4.4 TB/s and 1.83 GHz an H200 reads 32 weights of each lane in 119 (MXFP4) or 126 cycles (NVFP4)
-// of a quarter of a multiprocessor. For them the loop issues 77 to 82 instructions, two tiles or one (disassembly), 46
-// of them for the integer units, which take one every other cycle; for bf16 87 to 91, and 54. Scales multiplied into
+// of a quarter of a multiprocessor. For them the loop issues 75 to 80 instructions, two tiles or one (disassembly), 44
+// of them for the integer units, which take one every other cycle; for bf16 85 to 89, and 52. Scales multiplied into
 // the sums instead would be fewer instructions for one token and more from four on; x as digits of 8 bits would need
 // tables of 16 bytes or a correction of signs, and a launch that encodes x.
-#include "fp4/fp4_codes.cuh"
+#include "fp4/fp4_multiply.cuh"
 #include "ptx/run_pipeline.cuh"
 #include "step/prologue.cuh"
 
@@ -113,36 +113,7 @@ __device__ __forceinline__ void fp4_product(const Fp4Product<T, Y> &p, char *sha
 #pragma unroll 1
   for (int block = begin; block < end; block++, x += 512) {
     const char *const piece = queue.wait(stage, phase);
-    uint2 scales[TILES];
-    uint32 seen = 0;
-#pragma unroll
-    for (int j = 0; j < TILES; j++) {
-      scales[j] = Block::scales(piece + j * Block::BYTES, lane);
-      seen |= scales[j].x | scales[j].y;
-    }
-#pragma unroll
-    for (int chunk = 0; chunk < 4; chunk++) {
-      uint4 codes[TILES];
-#pragma unroll
-      for (int j = 0; j < TILES; j++) {
-        codes[j] = Block::codes(piece + j * Block::BYTES, chunk, lane);
-        seen |= codes[j].x | codes[j].y | codes[j].z | codes[j].w;
-      }
-      if (chunk == 3) refill(stage, block + STAGES, seen);
-      const uint4 low = *reinterpret_cast<const uint4 *>(x + chunk * 128);
-      const uint4 high = *reinterpret_cast<const uint4 *>(x + chunk * 128 + 16);
-#pragma unroll
-      for (int j = 0; j < TILES; j++) {
-        operands.scale(Block::pair(chunk < 2 ? scales[j].x : scales[j].y, chunk));
-        const auto step = [&](float (&to)[4], uint32 word, uint32 b0, uint32 b1) {
-          uint32 a[4];
-          operands.unpack(a, word);
-          multiply<T>(to, a[0], a[1], a[2], a[3], b0, b1);
-        };
-        step(d[j][0], codes[j].x, low.x, low.y), step(d[j][1], codes[j].y, low.z, low.w);
-        step(d[j][0], codes[j].z, high.x, high.y), step(d[j][1], codes[j].w, high.z, high.w);
-      }
-    }
+    fp4_multiply<KIND, TILES>(d, piece, x, operands, lane, [&](uint32 seen) { refill(stage, block + STAGES, seen); });
     if (++stage == STAGES) stage = 0, phase ^= 1;
   }
 

@@ -20,6 +20,9 @@ struct Pack2<half> {
   static __device__ __forceinline__ uint32 fma(uint32 a, uint32 b, uint32 c) {
     return bits(__hfma2(two(a), two(b), two(c)));
   }
+  // One of them twice: how an operand is read, no instruction.
+  static __device__ __forceinline__ uint32 low_twice(uint32 v) { return bits(__low2half2(two(v))); }
+  static __device__ __forceinline__ uint32 high_twice(uint32 v) { return bits(__high2half2(two(v))); }
 };
 template <>
 struct Pack2<bfloat16> {
@@ -38,6 +41,9 @@ struct Pack2<bfloat16> {
   static __device__ __forceinline__ uint32 fma(uint32 a, uint32 b, uint32 c) {
     return bits(__hfma2(two(a), two(b), two(c)));
   }
+  // One of them twice: how an operand is read, no instruction.
+  static __device__ __forceinline__ uint32 low_twice(uint32 v) { return bits(__low2bfloat162(two(v))); }
+  static __device__ __forceinline__ uint32 high_twice(uint32 v) { return bits(__high2bfloat162(two(v))); }
 };
 
 // Bytes of b:a by a selector that has no sign bits, which __byte_perm would clear first.

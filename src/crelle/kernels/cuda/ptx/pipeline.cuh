@@ -65,6 +65,13 @@ struct Pipeline {
       if (second > 0) copy(s, at, b, second);
     }
   }
+  // A piece that is one run.
+  __device__ __forceinline__ void issue_load(int s, const void *a, int bytes) {
+    if (elected()) {
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier(s)), "r"(bytes) : "memory");
+      copy(s, 0, a, bytes);
+    }
+  }
   __device__ __forceinline__ void issue_nothing() {}
 
   // Wait for the piece of a stage; `phase` counts how often that stage has been used before.
@@ -97,6 +104,10 @@ struct Pipeline {
   __device__ __forceinline__ void issue_load(int s, const void *a, int first, const void *b, int second) {
     copy(base + s * BYTES, a, first);
     copy(base + s * BYTES + first, b, second);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  __device__ __forceinline__ void issue_load(int s, const void *a, int bytes) {
+    copy(base + s * BYTES, a, bytes);
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
   __device__ __forceinline__ void issue_nothing() { asm volatile("cp.async.commit_group;" ::: "memory"); }

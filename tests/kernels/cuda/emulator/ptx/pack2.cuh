@@ -24,6 +24,8 @@ struct Pack2 {
   static uint32 fma(uint32 a, uint32 b, uint32 c) {
     return of(fmaf(values(a).x, values(b).x, values(c).x), fmaf(values(a).y, values(b).y, values(c).y));
   }
+  static uint32 low_twice(uint32 v) { return __byte_perm(v, 0, 0x1010); }
+  static uint32 high_twice(uint32 v) { return __byte_perm(v, 0, 0x3232); }
 };
 inline uint32 bytes_of(uint32 a, uint32 b, uint32 selector) { return __byte_perm(a, b, selector); }
 inline uint32 mixed(uint32 mask, uint32 a, uint32 b) { return (mask & a) | (~mask & b); }

@@ -28,6 +28,10 @@ struct Pipeline {
     copy(base + s * BYTES, a, first), copy(base + s * BYTES + first, b, second);
     issue_nothing();
   }
+  void issue_load(int s, const void *a, int bytes) {
+    copy(base + s * BYTES, a, bytes);
+    issue_nothing();
+  }
   void issue_nothing() { groups.push_back(open), open.clear(); }
   const char *wait(int s, int) {
     for (; landed + (STAGES - TOGETHER) < groups.size(); landed++)
