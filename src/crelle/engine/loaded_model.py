@@ -38,6 +38,7 @@ class LoadedModel:
         self.precisions = offered(weights)  # of a nested checkpoint; () where there is only one
         self.speculation: Speculation | None = None  # how engines guess tokens that are not told; None: the default
         self.draft: Draft | None = None  # a model that may guess
+        self.memory: int | None = None  # bytes that weights, working space and cache may take, where a limit was given
         self.lock = RLock()  # held by whoever runs a step of the model, at any precision
         self.grammars = GrammarCompiler(tokenizer, model.spec.vocabulary, self.end_ids)
         self._at = {model.build.bits or default(weights): model}

@@ -216,7 +216,14 @@ def weight_bytes(models: Iterable[Model]) -> int:
     """Count what models hold, once where they share it."""
     sizes: dict[int, int] = {}
     for model in models:
+        offload = model.build.offload
+        away = set(map(id, _of_experts(model))) if offload is not None and offload.active else set()
+        if away:
+            sizes[id(offload)] = offload.gpu_bytes
         for linear in model.linears():
+            if id(linear) in away:  # in host memory
+                _count(linear.bias, sizes)
+                continue
             _count(linear.prepared.data, sizes)
             _count(linear.bias, sizes)
         if model.device.type == "cuda":  # small matrices a second time, as the step of few sequences reads them

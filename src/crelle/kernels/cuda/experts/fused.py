@@ -16,6 +16,7 @@ from torch import Tensor
 from crelle.kernels.cuda.dense.fused import DenseLinear
 from crelle.kernels.cuda.dispatch import GEMV_ROWS
 from crelle.kernels.cuda.experts import products
+from crelle.kernels.cuda.experts.streaming import streamed_layer
 from crelle.kernels.cuda.experts.weights import MATRICES, lay_out_experts
 from crelle.kernels.cuda.step import activations
 from crelle.kernels.cuda.step.activations import Prologue
@@ -41,6 +42,8 @@ class FusedExperts:
         self.router = fuse([mlp.router, *gates], dtype)
         self._kept = [matrices(expert) for expert in mlp.experts]  # what the table points to
         self.experts = lay_out_experts(self._kept, spec.experts.top, spec.experts.normalize, spec.activation)
+        self.streamed = streamed_layer(mlp, self.experts)  # None: all are resident
+        self.experts = self.experts if self.streamed is None else self.streamed.e
         self.shared = None
         if mlp.shared is not None:
             pair = fuse([mlp.shared.gate, mlp.shared.up], dtype), fuse([mlp.shared.down], dtype)
@@ -65,14 +68,22 @@ class FusedExperts:
             h = x if norm is None else norm(x)
             logits, made = self._logits(h, False), self._shared(h, False)
             inner = products.up(h, logits, self.experts)
-        return products.down(inner, logits, self.experts, residual, made)
+        y = products.down(inner, logits, self.experts, residual, made)
+        if self.streamed is not None:
+            self.streamed.count(products.route(logits, self.experts)[0])
+        return y
 
     def _many(self, h: Tensor, residual: Tensor | None, batch_invariant: bool) -> Tensor:
         e, logits = self.experts, self._logits(h, batch_invariant)
         chosen, weights = products.route(logits, e)
         tokens = _INVARIANT_TOKENS if batch_invariant else products.at_a_time(h.shape[0], e)
-        slots = products.sort(chosen, e, tokens)
-        made = products.grouped_down(products.grouped_up(h, slots, e), slots, e)
+        if self.streamed is not None:
+            self.streamed.count(chosen)
+        if self.streamed is not None and self.streamed.stages(h.shape[0]):
+            made = self.streamed.grouped(h, chosen, tokens)
+        else:
+            slots = products.sort(chosen, e, tokens)
+            made = products.grouped_down(products.grouped_up(h, slots, e), slots, e)
         return products.combine(made, weights, residual, self._shared(h, batch_invariant), logits, e.count)
 
     def _logits(self, h: Tensor, batch_invariant: bool) -> Tensor:
