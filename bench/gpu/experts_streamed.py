@@ -7,8 +7,9 @@ Random weights of the real shape in an Engine, as `generate` and `serve` run it,
 that do not fit stay in pinned host memory. Checked first, on two layers: logits of prompts and steps have the same bits
 as when all experts are on the GPU, batch-invariant or not, while experts change places.
 
-Bytes over PCIe are counted by the device (uses and hits). The bound is the time that these bytes take at the speed of
-a plain copy in the same run; bytes that are read from the GPU meanwhile are not in it. `--skew`: routing prefers some
+Uses and hits of experts are counted on the device. Bytes over PCIe: the misses' share of what the experts of a step
+take, each read once (for a batch: as many as are chosen by chance). The bound is the time that these bytes take at the
+speed of a plain copy in the same run. `planned`: what `crelle plan` predicts for this share of hits. `--skew`: routing prefers some
 experts (a bias of the router's logits with this standard deviation), as trained models do; 0: by chance.
 
 `--bandwidth` times the kernels of a layer by themselves: experts on the GPU, in pinned host memory, and plain copies of
@@ -18,7 +19,7 @@ blocks in pieces of an expert and of 256 MB.
 import argparse
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,11 +33,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from experts_cuda import Repeated, decoder_of
 
+from crelle.bench.engine_decode import EngineDecoder
 from crelle.bench.environment import write_result
 from crelle.bench.kernels.cuda_timer import gpu
 from crelle.bench.kernels.random_matrices import random_generator, random_matrix
 from crelle.bench.load.no_tokenizer import NoTokenizer
-from crelle.bench.planner.plan_shapes import LARGE
+from crelle.bench.planner.plan import plan, step_work
+from crelle.bench.planner.plan_shapes import LARGE, describe
 from crelle.engine.engine import Engine
 from crelle.engine.llm import LLM
 from crelle.engine.memory.experts import expert_offload
@@ -49,6 +52,7 @@ from crelle.kernels.cuda.executor import supports_model
 from crelle.kernels.cuda.experts import host_memory, products
 from crelle.kernels.cuda.experts.host_memory import ExpertOffload
 from crelle.kernels.cuda.experts.products import ExpertWeights
+from crelle.kernels.cuda.experts.streaming import ExpertStreams
 from crelle.kernels.cuda.experts.weights import lay_out_experts
 from crelle.kernels.cuda.launch import recording
 from crelle.kernels.cuda.planes.weight_layout import lay_out
@@ -56,9 +60,10 @@ from crelle.kernels.executor import Chunk
 from crelle.models.loader import build
 from crelle.quantizers.scheme import parse
 
+ALL = (1, 2, 8, 16, 64, 256)  # tokens
 GPT_OSS_120B = {"width": 2880, "inner": 2880, "count": 128, "top": 4}
 QWEN3_30B_A3B = {"width": 2048, "inner": 768, "count": 128, "top": 8}
-CONTEXT, TOKENS, SCHEME = 64, 48, "rtn:bits=4,group=128"
+CONTEXT, TOKENS, ROUNDS, SCHEME = 4, 100, 3, "rtn:bits=4,group=128"
 
 
 def seconds(run: Callable[[], object], times: int = 8) -> float:
@@ -103,12 +108,18 @@ def many(x: Tensor, logits: Tensor, e: ExpertWeights) -> Tensor:
     return products.combine(products.grouped_down(products.grouped_up(x, slots, e), slots, e), weights)
 
 
-def bandwidth() -> list[dict[str, Any]]:
+def bandwidth(tokens: Sequence[int]) -> list[dict[str, Any]]:
     rows = list[dict[str, Any]]()
-    host = torch.empty(1 << 31, dtype=torch.uint8)
-    begun = perf_counter()
-    host_memory.pin(host)
-    print(f"pinning: {len(host) / 1e9 / (perf_counter() - begun):.2f} GB/s", flush=True)
+    for pages, allocate in (("4 KiB", lambda n: torch.empty(n, dtype=torch.uint8)), ("2 MiB", host_memory.huge_pages)):
+        begun = perf_counter()
+        host = allocate(1 << 31)
+        host_memory.pin(host)
+        rows.append({"pages": pages, "pinned_gb_per_s": len(host) / 1e9 / (perf_counter() - begun)})
+        print(rows[-1], flush=True)
+        if pages == "4 KiB":
+            rows += layer_rows(QWEN3_30B_A3B, partial(_pinned_copy, host=host), {"place": "host, 4 KiB pages"}, (1, 8))
+            torch.cuda.synchronize()
+            host_memory.unpin([host.data_ptr()])
     device = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     for piece in (1 << 19, 5 << 19, 13 << 20, 1 << 28):
         rows.append({"copy_bytes": piece, "gb_per_s": copy_speed(host, device, piece)})
@@ -117,7 +128,7 @@ def bandwidth() -> list[dict[str, Any]]:
         for place in ("GPU", "host"):
             _pinned_copy.at = 0  # type: ignore[attr-defined]
             put = Tensor.clone if place == "GPU" else partial(_pinned_copy, host=host)
-            rows += layer_rows(shape, put, {"shape": name, "place": place})
+            rows += layer_rows(shape, put, {"shape": name, "place": place}, tokens)
             torch.cuda.empty_cache()
     torch.cuda.synchronize()
     host_memory.unpin([host.data_ptr()])
@@ -134,9 +145,11 @@ def copy_speed(host: Tensor, device: Tensor, piece: int) -> float:
     return len(device) // piece * piece / seconds(copies, 4) / 1e9
 
 
-def layer_rows(shape: dict[str, int], put: Callable[[Tensor], Tensor], facts: dict[str, str]) -> list[dict[str, Any]]:
+def layer_rows(
+    shape: dict[str, int], put: Callable[[Tensor], Tensor], facts: dict[str, str], tokens: Sequence[int] = ALL
+) -> list[dict[str, Any]]:
     (e, _kept), size = layer_of(**shape, place=put)
-    sizes = ((1, few), (1, many), (2, few), (8, few), (8, many), (16, few), (16, many), (64, many), (256, many))
+    sizes = [(n, way) for n in tokens for way in (few, many) if n <= 16 or way is many]
     with recording() as found:
         for n, way in sizes:
             way(torch.zeros(n, shape["width"], device="cuda").half(), torch.zeros(n, e.count).cuda(), e)
@@ -244,30 +257,56 @@ def check(shape: str, scheme: str, batch_invariant: bool) -> int:
     return swapped
 
 
-def measure(llm: LLM, batch: int, link: float) -> dict[str, Any]:
-    """Return the speed of decoding after experts have had time to change places."""
+def counted(streams: ExpertStreams) -> tuple[int, int]:
+    """Return uses and hits until now, as the device counted them."""
+    counts = streams.counts.cpu()
+    hits = sum(int(counts[layer.counts_at + layer.e.count]) for layer in streams.layers)
+    return int(counts.sum()) - hits, hits
+
+
+def measure(llm: LLM, given: argparse.Namespace, batch: int, link: float) -> dict[str, Any]:
+    """Return the speed of decoding, after experts have had time to change places."""
     decoder = decoder_of(llm, batch, CONTEXT + TOKENS + 2)
     executor = decoder.engine.runner.cuda_executor(None)
     assert executor is not None
-    streams, offload = executor.step.streams, llm.model.build.offload
+    streams, spec = executor.step.streams, llm.model.spec
+    assert streams is not None, "everything fits this limit: nothing is streamed"
     generator = torch.Generator().manual_seed(batch)
     row: dict[str, Any] = {"batch": batch}
-    for _ in range(4):
-        ids = torch.randint(llm.model.spec.vocabulary, (batch, CONTEXT), generator=generator)
-        uses, hits = (streams.uses, streams.hits) if streams else (0, 0)
+    for _ in range(ROUNDS):
+        ids = torch.randint(spec.vocabulary, (batch, CONTEXT), generator=generator)
+        before, swapped = counted(streams), streams.swapped
         made = decoder.generate(ids, TOKENS)
+        uses, hits = (b - a for a, b in zip(before, counted(streams), strict=True))
         ms = 1e3 * median(made.steps)
-        row |= {"milliseconds_per_step": ms, "tokens_per_second": 1e3 * batch / ms}
-        row |= {"first_token_milliseconds": 1e3 * made.first}
-        if streams:
-            uses, hits = streams.uses - uses, streams.hits - hits
-            layer = next(iter(offload.layers.values()))
-            slots = batch * llm.model.spec.layers[0].mlp.experts.top * len(offload.layers)  # type: ignore[union-attr]
-            missed = (1 - hits / max(1, uses)) * slots * layer.block_bytes
-            row |= {"share_of_hits": hits / max(1, uses), "pcie_bytes_per_step": missed, "swapped": streams.swapped}
-            row |= {"pcie_bound_milliseconds": missed / link / 1e6, "share_of_bound": missed / link / 1e6 / ms}
+        layer = next(x for x in spec.layers if x.mlp.experts is not None)
+        assert layer.mlp.experts is not None
+        work = step_work(describe(given.shape, llm.weights.config), parse(given.scheme), llm.kv, batch, CONTEXT)
+        read = work.products[1].bytes  # by the experts of a step, each once
+        share = hits / uses
+        missed = (1 - share) * read
+        row |= {"milliseconds_per_step": ms, "tokens_per_second": 1e3 * batch / ms, "share_of_hits": share}
+        row |= {"pcie_bytes_per_step": missed, "pcie_bound_milliseconds": missed / link / 1e6}
+        row |= {"share_of_bound": missed / link / 1e6 / ms, "swapped": streams.swapped - swapped}
+        options: dict[str, Any] = {"memory": given.memory, "batch": batch, "context": CONTEXT, "hits": share}
+        planned = plan(describe(given.shape, llm.weights.config), parse(given.scheme), llm.kv, **options).streamed
+        row["planned_milliseconds"] = planned and planned.speeds[0].milliseconds_per_step
         print(row, flush=True)
     return row
+
+
+def prompt_speed(llm: LLM, tokens: int, link: float) -> dict[str, Any]:
+    """Return the time of a prompt whose experts are staged."""
+    decoder = EngineDecoder(llm, 1, tokens + 2, "kv16")
+    executor = decoder.engine.runner.cuda_executor(None)
+    assert executor is not None
+    jit.compile_all(sorted(executor.kernels([1], [tokens])))
+    ids = torch.randint(llm.model.spec.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
+    took = min(decoder.generate(ids, 1 + 1).first for _ in range(3))
+    offload = llm.model.build.offload
+    missing = offload.host_bytes - offload.slot_bytes
+    bound = missing / link / 1e9
+    return {"prompt_tokens": tokens, "seconds": took, "pcie_bound_seconds": bound, "share_of_bound": bound / took}
 
 
 def main() -> None:
@@ -277,16 +316,20 @@ def main() -> None:
     parser.add_argument("--scheme", default=SCHEME)
     parser.add_argument("--memory", default="8GB")
     parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--prompts", default="1024", help="tokens of prompts; 0: none")
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--skew", type=float, default=0.0)
     parser.add_argument("--bandwidth", action="store_true")
+    parser.add_argument("--tokens", default=None, help="with --bandwidth: numbers of tokens")
     parser.add_argument("--no-check", action="store_true")
     given = parser.parse_args()
     options = [argument for argument in sys.argv[1:] if argument != str(given.out)]
     command = " ".join(["python", "bench/gpu/experts_streamed.py", given.out.name, *options])
     result: dict[str, Any] = {"command": command, "gpu": gpu()}
     if given.bandwidth:
-        write_result(given.out, result | {"rows": bandwidth()})
+        write_result(
+            given.out, result | {"rows": bandwidth(tuple(map(int, given.tokens.split(","))) if given.tokens else ALL)}
+        )
         return
     begun = perf_counter()
     result["exchanges_while_checked"] = (
@@ -303,7 +346,9 @@ def main() -> None:
     result |= {"shape": given.shape, "scheme": given.scheme, "layers": len(llm.model.spec.layers)}
     result |= {"memory": given.memory, "skew": given.skew, "plain_copy_gb_per_s": link}
     result |= {"slot_bytes": offload.slot_bytes, "host_bytes": offload.host_bytes, "share_of_experts": offload.share}
-    result["rows"] = [measure(llm, batch, link) for batch in map(int, given.batches.split(","))]
+    result["rows"] = [measure(llm, given, batch, link) for batch in map(int, given.batches.split(","))]
+    result["prompts"] = [prompt_speed(llm, n, link) for n in map(int, given.prompts.split(",")) if n]
+    print(*result["prompts"], sep="\n", flush=True)
     result["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
     print(f"peak {result['peak_gpu_bytes'] / 1e9:.2f} GB, {perf_counter() - begun:.0f} s", flush=True)
     write_result(given.out, result)

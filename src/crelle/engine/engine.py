@@ -43,6 +43,7 @@ from crelle.engine.block_manager import BlockManager
 from crelle.engine.faults import OWN_FAULT, Faults
 from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory.defaults import choose_plan
+from crelle.engine.memory.experts import expert_uses
 from crelle.engine.memory.machine import out_of_memory
 from crelle.engine.memory.plan import show_bytes
 from crelle.engine.model_runner import ModelRunner
@@ -275,8 +276,9 @@ class Engine:
         with self._lock:
             n, s, b = self._counts, self.scheduler, self.blocks
             now = (len(s.waiting), len(s.running), b.pages, b.used, b.cached)
-        seconds = {"prefill_seconds": self._clock.prefill, "decode_seconds": self._clock.decode}
-        return replace(Stats(*now, *n.values()), **seconds)  # type: ignore[arg-type]
+        more: dict[str, float] = {"prefill_seconds": self._clock.prefill, "decode_seconds": self._clock.decode}
+        more["expert_uses"], more["expert_hits"] = expert_uses(self.llm.model)
+        return replace(Stats(*now, *n.values()), **more)  # type: ignore[arg-type]
 
     # Steps ---------------------------------------------------------------------------------------------------------
 

@@ -16,12 +16,14 @@ from crelle.engine.memory.plan import page_bytes_of, parse_bytes, show_bytes, wo
 from crelle.errors import CapacityError
 from crelle.formats.kv.pages import KVFormat
 from crelle.formats.storage.open import Weights
-from crelle.kernels.cuda.experts.host_memory import ExpertOffload
+from crelle.kernels.cuda.experts.host_memory import ExpertOffload, offload_of
 from crelle.kernels.spec import DecoderSpec
 from crelle.models.loader import read_spec
 
 if TYPE_CHECKING:
     from crelle.models.loader import Model
+
+__all__ = ["expert_offload", "expert_uses", "offload_of", "reserved_bytes"]
 
 CACHE_TOKENS = 8192
 CACHE_SHARE = 0.125
@@ -64,7 +66,8 @@ def reserved_bytes(spec: DecoderSpec, kv: KVFormat, limit: int) -> int:
     return working + max(page, min(pages * page, int(CACHE_SHARE * limit)))
 
 
-def offload_of(model: "Model") -> ExpertOffload | None:
-    """Return what keeps a model's experts in host memory; None where all are on the GPU."""
-    found: ExpertOffload | None = model.build.offload
-    return found if found is not None and found.active else None
+def expert_uses(model: "Model") -> tuple[int, int]:
+    """Return how many experts tokens have taken, and how many of those were in slots; (0, 0) if none is streamed."""
+    offload = offload_of(model)
+    streams = None if offload is None else offload.streams
+    return (0, 0) if streams is None else (streams.uses, streams.hits)

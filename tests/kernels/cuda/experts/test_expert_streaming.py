@@ -150,6 +150,7 @@ def test_streamed_experts_have_the_bits_of_resident_ones(
 ) -> None:
     resident = FusedExperts(modules(10), SPEC, HALF)
     [experts], recorder = streamed(monkeypatch, slots)
+    monkeypatch.setattr(FusedExperts, "takes_few", lambda self, rows: rows == 6)  # one row: not in the emulator
     assert experts.streamed is not None
     assert len(where(experts.streamed)) == slots
     torch.manual_seed(rows)
@@ -168,6 +169,7 @@ def test_experts_that_are_taken_most_get_the_slots_and_bits_stay(monkeypatch: py
     """Steps run at every moment of an exchange: before, while the copy is under way, after."""
     resident = FusedExperts(modules(10), SPEC, HALF)
     [experts], recorder = streamed(monkeypatch, 2)
+    monkeypatch.setattr(FusedExperts, "takes_few", lambda self, rows: True)
     layer = experts.streamed
     assert layer is not None
     torch.manual_seed(1)
@@ -290,3 +292,10 @@ def test_slots_are_shared_out_evenly_within_the_room() -> None:
         assert max(shares) - min(shares) <= 1 / 64 + 1 / 128
         assert all(n <= count for n, (count, _) in zip(slots, layers, strict=True))
     assert share_slots(10**6, layers) == [128, 128, 64]
+
+
+@needs_compiler
+def test_tokens_of_a_batch_share_what_is_read_over_pcie(monkeypatch: pytest.MonkeyPatch) -> None:
+    [experts], _ = streamed(monkeypatch, 3)
+    assert [experts.takes_few(rows) for rows in (1, 2, 6)] == [True, False, False]
+    assert FusedExperts(modules(10), SPEC, HALF).takes_few(6)

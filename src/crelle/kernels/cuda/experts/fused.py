@@ -50,7 +50,9 @@ class FusedExperts:
             self.shared = *pair, activations.activation_op(spec.activation, spec.gated)
 
     def takes_few(self, rows: int) -> bool:
-        """Whether this number of tokens is multiplied each by itself."""
+        """Whether this number of tokens is multiplied each by itself; over PCIe an expert should be read once."""
+        if self.streamed is not None and rows > 1:
+            return False
         return rows * self.experts.top <= max(self.experts.count, GEMV_ROWS * self.experts.top)
 
     def __call__(self, x: Tensor, norm: Norm | None, residual: Tensor | None, batch_invariant: bool = False) -> Tensor:

@@ -87,7 +87,7 @@ class CudaTransfers:
         table.index_copy_(0, at, values.pin_memory().to(self.device, non_blocking=True))
 
     def done(self, transfer: torch.cuda.Event) -> bool:
-        return transfer.query()
+        return bool(transfer.query())  # type: ignore[no-untyped-call]
 
     def wait(self, transfer: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(transfer)
@@ -113,6 +113,7 @@ class ExpertStreams:
         self.counts = torch.zeros(experts + len(layers), dtype=torch.int32, device=self.device)
         self._seen, self._found = np.zeros(len(self.counts), np.int32), torch.zeros(len(self.counts), dtype=torch.int32)
         self._found = self._found.pin_memory() if self.device.type == "cuda" else self._found
+        assert offload.staging is not None, "`finish` has allocated it"
         self.staging = offload.staging
         self.layers: list[LayerStream] = []
         self._reading: Any = None  # counts on their way
