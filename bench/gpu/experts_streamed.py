@@ -5,12 +5,14 @@
 
 Random weights of the real shape in an Engine, as `generate` and `serve` run it, loaded with a memory limit: the experts
 that do not fit stay in pinned host memory. Checked first, on two layers: logits of prompts and steps have the same bits
-as when all experts are on the GPU, batch-invariant or not, while experts change places.
+as when all experts are on the GPU (batch-invariant, and of one sequence), while experts change places.
 
 Uses and hits of experts are counted on the device. Bytes over PCIe: the misses' share of what the experts of a step
 take, each read once (for a batch: as many as are chosen by chance). The bound is the time that these bytes take at the
-speed of a plain copy in the same run. `planned`: what `crelle plan` predicts for this share of hits. `--skew`: routing prefers some
-experts (a bias of the router's logits with this standard deviation), as trained models do; 0: by chance.
+speed of a plain copy in the same run. `planned`: what `crelle plan` predicts for this share of hits.
+
+`--skew`: routing prefers some experts, as trained models do: rows of the router's matrix are larger by exp of a normal
+value of this standard deviation; 0: all are taken as often.
 
 `--bandwidth` times the kernels of a layer by themselves: experts on the GPU, in pinned host memory, and plain copies of
 blocks in pieces of an expert and of 256 MB.
@@ -63,7 +65,7 @@ from crelle.quantizers.scheme import parse
 ALL = (1, 2, 8, 16, 64, 256)  # tokens
 GPT_OSS_120B = {"width": 2880, "inner": 2880, "count": 128, "top": 4}
 QWEN3_30B_A3B = {"width": 2048, "inner": 768, "count": 128, "top": 8}
-CONTEXT, TOKENS, ROUNDS, SCHEME = 4, 100, 3, "rtn:bits=4,group=128"
+CONTEXT, TOKENS, ROUNDS, SCHEME = 4, 48, 2, "rtn:bits=4,group=128"
 
 
 def seconds(run: Callable[[], object], times: int = 8) -> float:
@@ -108,18 +110,25 @@ def many(x: Tensor, logits: Tensor, e: ExpertWeights) -> Tensor:
     return products.combine(products.grouped_down(products.grouped_up(x, slots, e), slots, e), weights)
 
 
-def bandwidth(tokens: Sequence[int]) -> list[dict[str, Any]]:
+def pinning() -> list[dict[str, Any]]:
+    """Compare pages of 4 KiB with those of 2 MiB: pinning them, and reading experts there."""
     rows = list[dict[str, Any]]()
     for pages, allocate in (("4 KiB", lambda n: torch.empty(n, dtype=torch.uint8)), ("2 MiB", host_memory.huge_pages)):
-        begun = perf_counter()
-        host = allocate(1 << 31)
+        begun, _pinned_copy.at = perf_counter(), 0  # type: ignore[attr-defined]
+        host = allocate(1 << 30)
         host_memory.pin(host)
         rows.append({"pages": pages, "pinned_gb_per_s": len(host) / 1e9 / (perf_counter() - begun)})
         print(rows[-1], flush=True)
-        if pages == "4 KiB":
-            rows += layer_rows(QWEN3_30B_A3B, partial(_pinned_copy, host=host), {"place": "host, 4 KiB pages"}, (1, 8))
-            torch.cuda.synchronize()
-            host_memory.unpin([host.data_ptr()])
+        rows += layer_rows(QWEN3_30B_A3B, partial(_pinned_copy, host=host), {"place": f"host, {pages}"}, (1, 8))
+        torch.cuda.synchronize()
+        host_memory.unpin([host.data_ptr()])
+    return rows
+
+
+def bandwidth(tokens: Sequence[int]) -> list[dict[str, Any]]:
+    rows = list[dict[str, Any]]()
+    host = host_memory.huge_pages(1 << 31)
+    host_memory.pin(host)
     device = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     for piece in (1 << 19, 5 << 19, 13 << 20, 1 << 28):
         rows.append({"copy_bytes": piece, "gb_per_s": copy_speed(host, device, piece)})
@@ -237,7 +246,10 @@ def check(shape: str, scheme: str, batch_invariant: bool) -> int:
             chunks = [Chunk(i[:n], 0, p, True) for i, p in zip(ids, pages, strict=False)]
             found.append(executor.run(chunks).cpu())
         for at in range(60, 180):
-            chunks = [Chunk([i[at]], at, p, True) for i, p in zip(ids, pages[: 1 + at % 4], strict=False)]
+            chunks = [
+                Chunk([i[at]], at, p, True)
+                for i, p in zip(ids, pages[: 1 + at % 4 if batch_invariant else 1], strict=False)
+            ]
             found.append(executor.run(chunks).cpu())
         made.append(found)
         if (streams := executor.step.streams) is not None:
@@ -320,6 +332,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--skew", type=float, default=0.0)
     parser.add_argument("--bandwidth", action="store_true")
+    parser.add_argument("--pages", action="store_true", help="also compare sizes of pages of host memory")
     parser.add_argument("--tokens", default=None, help="with --bandwidth: numbers of tokens")
     parser.add_argument("--no-check", action="store_true")
     given = parser.parse_args()
@@ -332,6 +345,8 @@ def main() -> None:
         )
         return
     begun = perf_counter()
+    if given.pages:
+        result["pages"] = pinning()
     result["exchanges_while_checked"] = (
         [] if given.no_check else [check(given.shape, given.scheme, invariant) for invariant in (True, False)]
     )

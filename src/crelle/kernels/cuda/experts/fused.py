@@ -81,10 +81,10 @@ class FusedExperts:
         tokens = _INVARIANT_TOKENS if batch_invariant else products.at_a_time(h.shape[0], e)
         if self.streamed is not None:
             self.streamed.count(chosen)
+        slots = products.sort(chosen, e, tokens)
         if self.streamed is not None and self.streamed.stages(h.shape[0]):
-            made = self.streamed.grouped(h, chosen, tokens)
+            made = self.streamed.grouped(h, chosen, slots)
         else:
-            slots = products.sort(chosen, e, tokens)
             made = products.grouped_down(products.grouped_up(h, slots, e), slots, e)
         return products.combine(made, weights, residual, self._shared(h, batch_invariant), logits, e.count)
 

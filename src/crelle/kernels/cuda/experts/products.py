@@ -278,9 +278,9 @@ def grouped_up(h: Tensor, slots: Slots, e: ExpertWeights) -> Tensor:
     return inner
 
 
-def grouped_down(inner: Tensor, slots: Slots, e: ExpertWeights, out: Tensor | None = None) -> Tensor:
-    """Return [slots, N], in `out` if given, what experts make of `inner`, in the order of tokens and their experts."""
-    made = torch.empty(slots.count, e.down.N, dtype=inner.dtype, device=inner.device) if out is None else out
+def grouped_down(inner: Tensor, slots: Slots, e: ExpertWeights) -> Tensor:
+    """Return [slots, N], what experts make of `inner`, in the order of tokens and their experts."""
+    made = torch.empty(slots.count, e.down.N, dtype=inner.dtype, device=inner.device)
     _grouped(inner, made, slots, e, False)
     return made
 

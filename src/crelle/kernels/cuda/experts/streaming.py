@@ -29,7 +29,7 @@ from torch import Tensor
 
 from crelle.kernels.cuda.experts import products
 from crelle.kernels.cuda.experts.host_memory import ExpertOffload, HostLayer, staged_experts
-from crelle.kernels.cuda.experts.products import ExpertWeights
+from crelle.kernels.cuda.experts.products import ExpertWeights, Slots
 from crelle.kernels.cuda.experts.slots import SlotPolicy, Swap
 from crelle.kernels.cuda.launch import is_recording, load
 
@@ -253,11 +253,11 @@ class LayerStream:
         """Whether this number of tokens is multiplied by `grouped`."""
         return self.streams.stages and rows > self.most_in_place
 
-    def grouped(self, h: Tensor, chosen: Tensor, tokens: int) -> Tensor:
+    def grouped(self, h: Tensor, chosen: Tensor, sorted_slots: Slots, p: Any = products) -> Tensor:
         """Return [slots, N], what experts make of h [M, K], in the order of tokens and their experts chosen [M, top].
 
-        The tokens of experts that are in slots come first, then those of each half of the staging buffer. A slot's bits
-        do not depend on the others.
+        Passes of experts that are in slots of the GPU come first, then those of each half of the staging buffer. The
+        bits of a token at an expert do not depend on the others. p: the module with the products of this format.
         """
         e, streams, device = self.e, self.streams, h.device
         resident, groups = self.policy.resident, self._groups()
@@ -268,8 +268,8 @@ class LayerStream:
         for g, experts in enumerate(groups):
             for place, i in enumerate(experts):
                 group[i], table[i] = g + 1, self._row_at(i, self._staged(g, place).data_ptr())
-        staged = replace(e, table=_to(table, device))
-        of_slot = _to(group, device)[chosen.long()]
+        moved, group = _to(table, device), _to(group, device)
+        group_of_slot = group[chosen.flatten().long()][:, None]  # [slots, 1]
         made = torch.empty(chosen.numel(), e.down.N, dtype=h.dtype, device=device)
         filled = streams.take_ahead(self) or self.begin_staging(groups)
         for g in range(len(groups) + 1):
@@ -277,12 +277,24 @@ class LayerStream:
                 continue
             if g:
                 streams.transfers.wait(filled[g - 1])
-            slots = products.sort(torch.where(of_slot == g, chosen, -1), staged, tokens)
-            products.grouped_down(products.grouped_up(h, slots, staged), slots, staged, made)
+            mine = self._passes_of(g, sorted_slots, chosen, group, moved)
+            part = p.grouped_down(p.grouped_up(h, mine, e), mine, e)  # of the other slots it has no values
+            torch.where(group_of_slot == g, part, made, out=made)
             if g and g + 1 < len(groups):  # that half has just been read
                 filled.append(self._stage(g + 1, groups))
         streams.stage_ahead(self)
         return made
+
+    def _passes_of(self, g: int, slots: Slots, chosen: Tensor, group: Tensor, table: Tensor) -> Slots:
+        """Return the slots with only the passes of a group's experts, and where a table says that these are now."""
+        passes, count = torch.empty_like(slots.passes), torch.empty_like(slots.pass_count)
+        load(*PASSES)(
+            (1, 1, 1),
+            32,
+            *(slots.passes, slots.pass_count, slots.order, chosen, group, table, passes, count, g),
+            slots.passes.shape[1],
+        )
+        return replace(slots, passes=passes, pass_count=count)
 
     def _groups(self) -> list[list[int]]:
         """Return the experts that are in no slot, as many at a time as half of the staging buffer holds."""
@@ -305,6 +317,7 @@ class LayerStream:
 
 
 COUNT = ("experts/streaming.cu", "crelle::count_experts")
+PASSES = ("experts/streaming.cu", "crelle::passes_of_group")
 
 
 def _to(t: Tensor, device: torch.device) -> Tensor:

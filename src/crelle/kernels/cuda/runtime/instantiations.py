@@ -18,7 +18,7 @@ from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.formats.trellis import BITS, CODES, TrellisTensor
 from crelle.kernels.cuda.attention import decode_attention, paged_attention
 from crelle.kernels.cuda.dense import dense
-from crelle.kernels.cuda.experts import products
+from crelle.kernels.cuda.experts import products, streaming
 from crelle.kernels.cuda.fp4 import fp4_gemm, fp4_gemv
 from crelle.kernels.cuda.fp4.fp4_layout import Fp4Weight
 from crelle.kernels.cuda.integer import integer_encode, integer_gemm, integer_layout
@@ -260,6 +260,7 @@ def _experts(capability: tuple[int, int]) -> Iterator[Instantiation]:
     for i, form in enumerate(forms):
         laid = weight_layout.lay_out(_weight(*form))
         yield from products.variants(i, replace(laid, N=768), replace(laid, N=2048), capability >= (9, 0))
+    yield from (streaming.COUNT, streaming.PASSES)
 
 
 def _attention_dense_embed() -> Iterator[Instantiation]:
