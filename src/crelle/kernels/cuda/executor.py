@@ -475,13 +475,17 @@ class _Graph:
     def capture(self, pool: Any) -> Any:
         """Record the step with memory of a pool of graphs; return the pool."""
         self._inputs.fill([], self.bucket)  # all padding
+        streams = self._batch.step.streams
+        if streams is not None and streams.on_disk:  # the host takes part: the step runs as it is
+            self._graph, self.logits = None, self._run()
+            return pool
         self._graph, self.logits = capture(self._run, pool=pool)
         return self._graph.pool()
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Return logits f32 [chunks, V] of one token each; the next graph that runs overwrites them."""
         self._inputs.fill(chunks, self.bucket)
-        self._graph.replay()
+        self.replay()
         return self.logits[: len(chunks)]
 
     def run_eagerly(self) -> Tensor:
@@ -491,12 +495,15 @@ class _Graph:
 
     def replay(self) -> None:
         """Run on what the buffers hold."""
-        self._graph.replay()
+        if self._graph is None:
+            self.logits = self._run()
+        else:
+            self._graph.replay()
 
     def run_padding(self) -> None:
         """Run on no sequence at all."""
         self._inputs.fill([], self.bucket)
-        self._graph.replay()
+        self.replay()
 
     @property
     def _batch(self) -> CudaExecutor:

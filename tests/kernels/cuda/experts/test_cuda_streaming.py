@@ -3,6 +3,7 @@
 import gc
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -16,6 +17,7 @@ from crelle.engine.memory.experts import expert_offload, offload_of
 from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CapacityError
 from crelle.formats.kv.pages import KVFormat
+from crelle.kernels.cuda import jit
 from crelle.kernels.cuda.experts import streaming
 from crelle.kernels.cuda.experts.host_memory import ExpertOffload
 from crelle.models.loader import build
@@ -33,9 +35,9 @@ CONFIG: dict[str, Any] = {
 MIB = 1 << 20
 
 
-def llm_of(room: int | None, config: dict[str, Any] = CONFIG) -> LLM:
+def llm_of(room: int | None) -> LLM:
     """Load; room: bytes on the GPU for weights and slots, None: everything is resident."""
-    weights, device = RandomWeights(config, "rtn:bits=4,group=128", "cuda"), torch.device("cuda")
+    weights, device = RandomWeights(CONFIG, "rtn:bits=4,group=128", "cuda"), torch.device("cuda")
     offload = None if room is None else ExpertOffload(room, device, fits=0, host_free=lambda: 1 << 40)
     return LLM(build(weights, device, offload=offload), cast(Tokenizer, NoTokenizer()), weights)
 
@@ -49,6 +51,9 @@ def tidy() -> Iterator[None]:
 
 def answers(llm: LLM, prompts: list[list[int]], **options: Any) -> list[list[int]]:
     engine = Engine(llm, pages=600, max_batch=16, budget=1024, batch_invariant=True, **options)
+    executor = engine.runner.cuda_executor(None)
+    assert executor is not None
+    jit.compile_all(sorted(executor.kernels(range(1, 17), [3, 20, 77, 300, 450, 900])))
     found = list[list[int]]()
     for some in (prompts[:1], prompts[1:], prompts):  # alone, in a batch, and from the prefix cache
         handles = [engine.add(p, Sampling(max_tokens=24), ignore_end=True) for p in some]
@@ -94,6 +99,19 @@ def test_experts_change_places_while_steps_run(monkeypatch: pytest.MonkeyPatch) 
             assert torch.equal(layer.slots[slot].cpu(), layer.blocks[expert])
         for expert in set(range(32)) - set(layer.policy.resident) - set(layer.policy.coming.values()):
             assert torch.equal(table[expert], layer.row(expert, None))
+
+
+def test_layers_on_disk_give_the_same_bits(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    prompts = [[rng.randrange(1000) for _ in range(n)] for n in (3, 300)]
+    wanted, free = answers(llm_of(None), prompts), iter([1 << 40, 0, 0])  # the first layer is in host memory
+    weights, device = RandomWeights(CONFIG, "rtn:bits=4,group=128", "cuda"), torch.device("cuda")
+    offload = ExpertOffload(30 * MIB, device, fits=0, host_free=lambda: next(free), disk=tmp_path)
+    llm = LLM(build(weights, device, offload=offload), cast(Tokenizer, NoTokenizer()), weights)
+    assert [layer.on_disk for layer in offload.layers.values()] == [False, True, True]
+    assert "2 of 3 layers, which are read from disk" in str(offload)
+    assert answers(llm, prompts) == wanted
+    assert offload.streams.on_disk
 
 
 def test_loading_and_serving_stay_within_the_limit() -> None:

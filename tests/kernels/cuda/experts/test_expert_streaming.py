@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,8 +94,9 @@ def modules(seed: int, layer: int = 0, offload: ExpertOffload | None = None) -> 
     return SimpleNamespace(router=router, experts=experts, shared=None, shared_gate=None, offload=offload, layer=layer)
 
 
-def offload_of(room: int, free: int = 1 << 30, used: int = 1) -> ExpertOffload:
-    return ExpertOffload(room, CPU, fits=0, host_free=lambda: free, used=lambda: used, pins=False, reason="a test")
+def offload_of(room: int, free: int = 1 << 30, disk: Path | None = None) -> ExpertOffload:
+    more: dict[str, Any] = {"used": lambda: 1, "pins": False, "reason": "a test", "disk": disk}
+    return ExpertOffload(room, CPU, fits=0, host_free=lambda: free, **more)
 
 
 SPEC = MlpSpec(inner=INNER, activation="silu", gated=True, experts=ExpertsSpec(count=COUNT, top=TOP))
@@ -110,13 +112,18 @@ def block_bytes() -> int:
     return loaded(offload_of(1 << 30)).layers[0].block_bytes
 
 
-def streamed(monkeypatch: pytest.MonkeyPatch, slots: int, layers: int = 1) -> tuple[list[FusedExperts], Recorder]:
-    """Return layers with so many slots each, and with room for two experts in each half of the staging buffer."""
+def streamed(
+    monkeypatch: pytest.MonkeyPatch, slots: int, layers: int = 1, disk: Path | None = None
+) -> tuple[list[FusedExperts], Recorder]:
+    """Return layers with so many slots each, and with room for two experts in each half of the staging buffer.
+
+    disk: a folder for the experts, for which host memory then has no room.
+    """
     size = block_bytes()
     monkeypatch.setattr(host_memory, "STAGED", 2 * size)
     recorder = Recorder()
     monkeypatch.setattr(streaming, "CudaTransfers", lambda device: recorder)
-    offload = offload_of(1 + 4 * size + layers * slots * size)
+    offload = offload_of(1 + 4 * size + layers * slots * size, 1 << 30 if disk is None else 0, disk)
     mlps = [modules(10 + i, i, offload) for i in range(layers)]
     offload.finish()
     made = [FusedExperts(mlp, SPEC, HALF) for mlp in mlps]
@@ -273,13 +280,16 @@ def test_experts_move_to_host_memory_when_the_gpu_is_full_and_keep_their_bytes()
 @pytest.mark.parametrize(
     ("room", "free", "said"),
     [
-        (1 << 30, 10, "fit neither the GPU (a test) nor host memory"),
+        (1 << 30, 10, "fit neither the GPU (a test) nor host memory nor the disk"),
         (10, 1 << 30, "only 1e-08 GB are left for weights"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(room: int, free: int, said: str) -> None:
+def test_what_does_not_fit_is_refused_in_a_sentence(
+    room: int, free: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(CapacityError) as error:
-        loaded(offload_of(room, free))
+        loaded(offload_of(room, free, tmp_path))
     assert said in str(error.value)
 
 
@@ -299,3 +309,24 @@ def test_tokens_of_a_batch_share_what_is_read_over_pcie(monkeypatch: pytest.Monk
     [experts], _ = streamed(monkeypatch, 3)
     assert [experts.takes_few(rows) for rows in (1, 2, 6)] == [True, False, False]
     assert FusedExperts(modules(10), SPEC, HALF).takes_few(6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("slots", [0, 5])
+def test_experts_on_disk_are_read_if_they_are_chosen(
+    slots: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    resident = FusedExperts(modules(10), SPEC, HALF)
+    [experts], recorder = streamed(monkeypatch, slots, disk=tmp_path)
+    layer = experts.streamed
+    assert layer is not None
+    assert layer.streams.on_disk
+    assert not list(tmp_path.iterdir())  # the file has no name
+    x = torch.randn(5, WIDTH).half()
+    chosen = set(products.route(resident._logits(x, True), resident.experts)[0].flatten().tolist())
+    for invariant in (False, True):
+        recorder.fills.clear()
+        assert torch.equal(experts(x, None, x, invariant), resident(x, None, x, True))
+        read = [block.data_ptr() for fill in recorder.fills for _, block in fill.pairs]
+        assert sorted(read) == sorted(layer.blocks[e].data_ptr() for e in chosen - set(layer.policy.resident))
+    assert not experts.takes_few(1)

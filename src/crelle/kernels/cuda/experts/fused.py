@@ -51,7 +51,7 @@ class FusedExperts:
 
     def takes_few(self, rows: int) -> bool:
         """Whether this number of tokens is multiplied each by itself; over PCIe an expert should be read once."""
-        if self.streamed is not None and rows > 1:
+        if self.streamed is not None and (rows > 1 or self.streamed.on_disk):
             return False
         return rows * self.experts.top <= max(self.experts.count, GEMV_ROWS * self.experts.top)
 

@@ -10,19 +10,25 @@ all of them, and those that follow, move to pinned host memory, each as one bloc
     block    uint8 [bytes]    the tensors of gate, up and down one after the other, each at a multiple of 256 bytes
 
 The kernels read a block over PCIe through the table of addresses, or from a slot of the GPU after it was copied there
-(streaming.py). Biases stay on the GPU. `HostKernel` serves everything that multiplies layer by layer.
+(streaming.py). Layers for which host memory has no room lie in a file without a name in the cache directory, mapped
+into memory; what is read of it may stay in the system's file cache. Biases stay on the GPU. `HostKernel` serves
+everything that multiplies layer by layer.
 """
 
 import contextlib
 import mmap
+import shutil
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from crelle.cache import cache_directory
 from crelle.errors import CapacityError
 from crelle.kernels.base import Encoded, WrappedKernel
 
@@ -116,6 +122,7 @@ class HostLayer:
     experts: list[list[Any]] = field(default_factory=list)  # the linears of each
     blocks: list[Tensor] = field(default_factory=list)  # of those that are in host memory
     memory: Tensor | None = None  # of all blocks
+    on_disk: bool = False  # whether that is a file, which the GPU cannot read
     slots: Tensor | None = None  # uint8 [experts that the GPU has room for, block_bytes], there
 
     @property
@@ -137,6 +144,7 @@ class ExpertOffload:
         *,
         fits: int | None = None,
         host_free: Callable[[], int],
+        disk: Path | None = None,
         used: Callable[[], int] | None = None,
         pins: bool = True,
         reason: str = "",
@@ -144,8 +152,10 @@ class ExpertOffload:
         """room: bytes that weights and slots may take on the GPU; fits: weights up to which a model is not streamed.
 
         used: bytes that weights take now, by default what torch has allocated since.
-        host_free: bytes of host memory that are free now; pins: host memory for a GPU; reason: where `room` comes from.
+        host_free: bytes of host memory that are free now; disk: where a file may lie, default: the cache directory.
+        pins: host memory for a GPU; reason: where `room` comes from.
         """
+        self._disk = disk or cache_directory()
         self.room, self.fits, self.device, self.reason = room, room if fits is None else fits, device, reason
         self._host_free, self._pins, self._pinned = host_free, pins, list[int]()
         weakref.finalize(self, unpin, self._pinned).atexit = False
@@ -197,7 +207,7 @@ class ExpertOffload:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of experts in host memory."""
+        """Bytes of experts in host memory, or on disk."""
         return sum(len(layer.blocks) * layer.block_bytes for layer in self.layers.values())
 
     @property
@@ -209,9 +219,12 @@ class ExpertOffload:
         """Say how many experts fit the GPU."""
         slots, count = [x.slot_count for x in self.layers.values()], max(x.count for x in self.layers.values())
         several = f"{min(slots)} to {max(slots)}" if min(slots) < max(slots) else f"{max(slots)}"
+        fit = f"streamed, {several} of {count} experts of each layer fit the GPU ({self.slot_bytes / 1e9:.3g} GB)"
+        if not (on_disk := [x for x in self.layers.values() if x.on_disk]):
+            return f"{fit}, all lie in pinned host memory ({self.host_bytes / 1e9:.3g} GB)"
         return (
-            f"streamed, {several} of {count} experts of each layer fit the GPU ({self.slot_bytes / 1e9:.3g} GB), all "
-            f"lie in pinned host memory ({self.host_bytes / 1e9:.3g} GB)"
+            f"{fit}; host memory has no room for those of {len(on_disk)} of {len(self.layers)} layers, which are read "
+            f"from disk ({sum(len(x.blocks) * x.block_bytes for x in on_disk) / 1e9:.3g} GB), without CUDA graphs"
         )
 
     def _start(self) -> None:
@@ -230,17 +243,26 @@ class ExpertOffload:
             self._pinned.append(memory.data_ptr())
         return memory
 
+    def _map(self, size: int) -> Tensor:
+        """Return memory of a file, which goes with it."""
+        self._disk.mkdir(parents=True, exist_ok=True)
+        if size > (free := shutil.disk_usage(self._disk).free):
+            raise CapacityError(
+                f"the experts fit neither the GPU ({self.reason}) nor host memory nor the disk: those of the next "
+                f"layer take {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free in {self._disk} "
+                f"({self.host_bytes / 1e9:.3g} GB of experts have a place already); allow more memory, choose fewer "
+                "bits, or set CRELLE_CACHE to a larger disk"
+            )
+        with tempfile.TemporaryFile(dir=self._disk) as file:
+            file.truncate(size)
+            return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+
     def _move(self, layer: HostLayer, expert: int) -> None:
         linears, size = layer.experts[expert], layer.block_bytes
         if layer.memory is None:
             whole = layer.count * size
-            if whole > (free := self._host_free()):
-                raise CapacityError(
-                    f"the experts fit neither the GPU ({self.reason}) nor host memory: those of the next layer take "
-                    f"{whole / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free ({self.host_bytes / 1e9:.3g} GB are "
-                    "taken by experts already); allow more memory, or choose fewer bits"
-                )
-            layer.memory = self._allocate(whole)
+            layer.on_disk = whole > self._host_free()
+            layer.memory = self._map(whole) if layer.on_disk else self._allocate(whole)
         if (mine := _block_bytes(linears)) > size:
             raise CapacityError(
                 f"experts of a layer that are streamed have the same size, and '{linears[0].name}' is one of {mine} "

@@ -4,6 +4,8 @@
                    memory, whole sectors at a time. The host takes no part, so that steps stay CUDA graphs
     prompts        experts that are in no slot are copied, some at a time, through a buffer of two halves: while the
                    tokens of one half are multiplied, the other is filled (`LayerStream.grouped`)
+    disk           layers that are not in host memory: the host waits for the experts that were chosen, and copies those
+                   that are in no slot through the same buffer. Such steps are not graphs
     between steps  the host looks at counts of uses that it asked for some steps before, and starts copies of experts
                    that deserve a slot (slots.py) on a stream of their own. The host never waits for any of that
 
@@ -18,7 +20,7 @@ the same bits wherever an expert lies. An expert is any set of buffers: a row of
 is moved by the distance of block and slot, so that nothing here depends on a format.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -183,13 +185,18 @@ class ExpertStreams:
     def stage_ahead(self, layer: "LayerStream") -> None:
         """Begin to stage the experts of the layer behind one, while attention runs."""
         after = self.layers.index(layer) + 1
-        if after < len(self.layers):
+        if after < len(self.layers) and not self.layers[after].on_disk:
             self._ahead = self.layers[after], self.layers[after].begin_staging()
 
     def take_ahead(self, layer: "LayerStream") -> list[Any] | None:
         """Return the copies that were begun for a layer, if any."""
         found, self._ahead = self._ahead, None
         return found[1] if found is not None and found[0] is layer else None
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the host takes part in a step, which can be no graph then."""
+        return any(layer.on_disk for layer in self.layers)
 
     @property
     def most_in_place(self) -> int:
@@ -204,7 +211,7 @@ class LayerStream:
         """first: its first row of the table, index: among the layers that have experts."""
         self.streams, self.first, self.blocks = streams, first, host.blocks
         self.counts_at = first + index
-        self.block_bytes = host.block_bytes
+        self.block_bytes, self.on_disk = host.block_bytes, host.on_disk
         assert host.slots is not None, "`finish` has allocated them"
         self.policy, self.slots = SlotPolicy(e.count, host.slot_count, e.top), host.slots
         rows = e.table.cpu().clone()
@@ -247,11 +254,11 @@ class LayerStream:
     @property
     def most_in_place(self) -> int:
         """Tokens up to which an expert is read about once, so that reading it in place costs no more than a copy."""
-        return min(MOST_GRAPHED, STAGED_SLOTS * self.e.count // self.e.top)
+        return 0 if self.on_disk else min(MOST_GRAPHED, STAGED_SLOTS * self.e.count // self.e.top)
 
     def stages(self, rows: int) -> bool:
         """Whether this number of tokens is multiplied by `grouped`."""
-        return self.streams.stages and rows > self.most_in_place
+        return self.on_disk or (self.streams.stages and rows > self.most_in_place)
 
     def grouped(self, h: Tensor, chosen: Tensor, sorted_slots: Slots, p: Any = products) -> Tensor:
         """Return [slots, N], what experts make of h [M, K], in the order of tokens and their experts chosen [M, top].
@@ -260,7 +267,8 @@ class LayerStream:
         bits of a token at an expert do not depend on the others. p: the module with the products of this format.
         """
         e, streams, device = self.e, self.streams, h.device
-        resident, groups = self.policy.resident, self._groups()
+        wanted = set(chosen.unique().tolist()) if self.on_disk and not is_recording() else None  # waits for the GPU
+        resident, groups = self.policy.resident, self._groups(wanted)
         group = torch.zeros(e.count, dtype=torch.int32)  # of each expert; 0: in a slot
         table = streams.host_rows[self.first : self.first + e.count].clone()
         for i, slot in resident.items():
@@ -296,10 +304,10 @@ class LayerStream:
         )
         return replace(slots, passes=passes, pass_count=count)
 
-    def _groups(self) -> list[list[int]]:
-        """Return the experts that are in no slot, as many at a time as half of the staging buffer holds."""
+    def _groups(self, wanted: Collection[int] | None = None) -> list[list[int]]:
+        """Return the experts that are in no slot, all or of some, as many at a time as half of the buffer holds."""
         half, resident = staged_experts(self.e.count, self.block_bytes), self.policy.resident
-        missing = [i for i in range(self.e.count) if i not in resident]
+        missing = [i for i in range(self.e.count) if i not in resident and (wanted is None or i in wanted)]
         return [missing[i : i + half] for i in range(0, len(missing), half)]
 
     def begin_staging(self, groups: Sequence[Sequence[int]] | None = None) -> list[Any]:
