@@ -18,6 +18,8 @@ How an expert gets another one's slot. Every line is in order on the stream that
 So a step never reads a slot that is being written, and the table never changes while a step runs. What is computed has
 the same bits wherever an expert lies. An expert is any set of buffers: a row of the table that points into its block
 is moved by the distance of block and slot, so that nothing here depends on a format.
+
+A slot of the GPU is room for an expert; slots of a batch (products.py) are tokens at one of their experts each.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -39,8 +41,6 @@ INTERVAL = 8  # steps between two looks at the counts
 TRAFFIC = 8  # copies into slots are at most this fraction of what was read over PCIe
 STAGED_SLOTS = 16  # of an expert: where a prompt has more, on average, experts are staged
 MOST_GRAPHED = 256  # tokens of a step whose experts are read in place, at most
-
-Group = tuple[list[int], Tensor]  # experts, and their blocks
 
 
 class Transfers(Protocol):
@@ -267,7 +267,7 @@ class LayerStream:
         bits of a token at an expert do not depend on the others. p: the module with the products of this format.
         """
         e, streams, device = self.e, self.streams, h.device
-        wanted = set(chosen.unique().tolist()) if self.on_disk and not is_recording() else None  # waits for the GPU
+        wanted = set(chosen.flatten().tolist()) if self.on_disk and not is_recording() else None  # waits for the GPU
         resident, groups = self.policy.resident, self._groups(wanted)
         group = torch.zeros(e.count, dtype=torch.int32)  # of each expert; 0: in a slot
         table = streams.host_rows[self.first : self.first + e.count].clone()
