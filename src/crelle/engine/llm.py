@@ -82,7 +82,7 @@ class LLM(LoadedModel):
             streamed from host memory; default: those that do not fit the GPU.
         """
         wanted = None if speculate is None else Speculation.parse(speculate)
-        given = None if kv is None else KVFormat.parse(kv)
+        given, limit = None if kv is None else KVFormat.parse(kv), None if memory is None else parse_bytes(memory)
         if threads is not None:
             set_threads(threads)
         weights = open_weights(path)
@@ -90,10 +90,10 @@ class LLM(LoadedModel):
         with ThreadPoolExecutor(1) as beside:  # preparing weights is C++, which leaves Python to the tokenizer
             tokenizer = beside.submit(Tokenizer.of, weights)
             where, cache = choose_device(device), given or kv_of_checkpoint(weights.config)
-            offload = expert_offload(weights, where, memory, cache)
+            offload = expert_offload(weights, where, limit, cache)
             model = build(weights, where, kernel=kernel, bits=bits, offload=offload)
             llm = cls(model, tokenizer.result(), weights, cache)
-        llm.memory = None if memory is None else parse_bytes(memory)
+        llm.memory = limit
         llm.speculation = wanted
         if draft is not None:
             llm.draft = load_draft(llm, draft)

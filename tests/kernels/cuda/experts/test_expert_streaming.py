@@ -1,5 +1,7 @@
 """Experts in host memory, on the CPU: the kernels in the emulator, copies by a recorder that checks their order."""
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,19 +42,19 @@ class Recorder:
     def __init__(self) -> None:
         self.table = torch.empty(0)
         self.fills = list[Fill]()
-        self.published = list[list[int]]()
+        self.offload: ExpertOffload | None = None  # as a model keeps it
 
     def counts(self, counts: Tensor, to: Tensor) -> Fill:
         to.copy_(counts)
         return Fill((), True)
 
     def fill(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Fill:
+        self.check(pairs)  # already when the copy begins
         self.fills.append(Fill(pairs))
         return self.fills[-1]
 
     def publish(self, table: Tensor, rows: Sequence[int], values: Tensor) -> None:
         table[torch.tensor(rows)] = values
-        self.published.append(list(rows))
 
     def done(self, transfer: Fill) -> bool:
         return transfer.done
@@ -61,11 +63,16 @@ class Recorder:
         self.end(transfer)
 
     def end(self, transfer: Fill) -> None:
-        for to, block in transfer.pairs if not transfer.done else ():
+        if not transfer.done:
+            self.check(transfer.pairs)
+            for to, block in transfer.pairs:
+                to.copy_(block)
+        transfer.done = True
+
+    def check(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for to, _ in pairs:
             begin = to.data_ptr()
             assert not bool(((self.table >= begin) & (self.table < begin + to.numel())).any()), "a step may read it"
-            to.copy_(block)
-        transfer.done = True
 
     def end_all(self) -> None:
         for transfer in self.fills:
@@ -127,7 +134,7 @@ def streamed(
     mlps = [modules(10 + i, i, offload) for i in range(layers)]
     offload.finish()
     made = [FusedExperts(mlp, SPEC, HALF) for mlp in mlps]
-    recorder.table = offload.streams.table
+    recorder.offload, recorder.table = offload, offload.streams.table
     return made, recorder
 
 
@@ -330,3 +337,16 @@ def test_experts_on_disk_are_read_if_they_are_chosen(
         read = [block.data_ptr() for fill in recorder.fills for _, block in fill.pairs]
         assert sorted(read) == sorted(layer.blocks[e].data_ptr() for e in chosen - set(layer.policy.resident))
     assert not experts.takes_few(1)
+
+
+def test_dropping_a_model_frees_its_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    [experts], recorder = streamed(monkeypatch, 3)
+    assert experts.streamed is not None
+    alive = [weakref.ref(experts.streamed.streams), weakref.ref(experts.streamed), weakref.ref(recorder.offload)]
+    gc.disable()
+    try:
+        recorder.offload = None
+        del experts
+        assert [ref() for ref in alive] == [None, None, None]
+    finally:
+        gc.enable()

@@ -62,6 +62,9 @@ def pin(block: Tensor) -> None:
 
 def unpin(addresses: Sequence[int]) -> None:
     """End what `pin` began."""
+    if addresses:
+        with contextlib.suppress(RuntimeError):  # a context that is lost reads nothing any more
+            torch.cuda.synchronize()
     for address in addresses:
         _runtime().cudaHostUnregister(address)
 

@@ -22,6 +22,7 @@ is moved by the distance of block and slot, so that nothing here depends on a fo
 A slot of the GPU is room for an expert; slots of a batch (products.py) are tokens at one of their experts each.
 """
 
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -209,7 +210,8 @@ class LayerStream:
 
     def __init__(self, streams: ExpertStreams, first: int, index: int, host: HostLayer, e: ExpertWeights) -> None:
         """first: its first row of the table, index: among the layers that have experts."""
-        self.streams, self.first, self.blocks = streams, first, host.blocks
+        self._streams = weakref.ref(streams)  # no cycle: who drops a model frees its slots here and now
+        self.first, self.blocks = first, host.blocks
         self.counts_at = first + index
         self.block_bytes, self.on_disk = host.block_bytes, host.on_disk
         assert host.slots is not None, "`finish` has allocated them"
@@ -224,6 +226,12 @@ class LayerStream:
         table = streams.table[first : first + e.count]
         table.copy_(rows)
         self.e = replace(e, table=table)
+
+    @property
+    def streams(self) -> ExpertStreams:
+        found = self._streams()
+        assert found is not None, "the model's offload keeps it"
+        return found
 
     def _inside(self, expert: int, row: Tensor) -> Tensor:
         """Return which addresses of a row are in the expert's block."""
@@ -267,7 +275,9 @@ class LayerStream:
         bits of a token at an expert do not depend on the others. p: the module with the products of this format.
         """
         e, streams, device = self.e, self.streams, h.device
-        wanted = set(chosen.flatten().tolist()) if self.on_disk and not is_recording() else None  # waits for the GPU
+        if is_recording():
+            chosen = torch.zeros_like(chosen)  # which no kernel has written
+        wanted = set(chosen.flatten().tolist()) if self.on_disk else None  # waits for the GPU
         resident, groups = self.policy.resident, self._groups(wanted)
         group = torch.zeros(e.count, dtype=torch.int32)  # of each expert; 0: in a slot
         table = streams.host_rows[self.first : self.first + e.count].clone()
