@@ -34,7 +34,7 @@ from torch import Tensor
 
 from crelle.kernels.cuda.experts import products
 from crelle.kernels.cuda.experts.host_memory import ExpertOffload, HostLayer, staged_experts
-from crelle.kernels.cuda.experts.products import ExpertWeights, Slots
+from crelle.kernels.cuda.experts.products import Slots
 from crelle.kernels.cuda.experts.slots import SlotPolicy, Swap
 from crelle.kernels.cuda.launch import is_recording, load
 
@@ -126,8 +126,8 @@ class ExpertStreams:
         self._ahead: tuple[LayerStream, list[Any]] | None = None  # staged already
         self.uses = self.hits = self.swapped = 0
 
-    def layer(self, which: int, host: HostLayer, e: ExpertWeights) -> "LayerStream":
-        """Fill a layer's slots; e: its weights with a table of addresses in host memory."""
+    def layer(self, which: int, host: HostLayer, e: Any) -> "LayerStream":
+        """Fill a layer's slots; e: its weights, of any format, with a table of addresses in host memory."""
         made = LayerStream(self, self._first[which], len(self.layers), host, e)
         self.layers.append(made)
         return made
@@ -208,7 +208,7 @@ class ExpertStreams:
 class LayerStream:
     """The experts of a layer: blocks in host memory, some of them in slots."""
 
-    def __init__(self, streams: ExpertStreams, first: int, index: int, host: HostLayer, e: ExpertWeights) -> None:
+    def __init__(self, streams: ExpertStreams, first: int, index: int, host: HostLayer, e: Any) -> None:
         """first: its first row of the table, index: among the layers that have experts."""
         self._streams = weakref.ref(streams)  # no cycle: who drops a model frees its slots here and now
         self.first, self.blocks = first, host.blocks
@@ -225,7 +225,7 @@ class LayerStream:
             rows[expert] = self.row(expert, slot)
         table = streams.table[first : first + e.count]
         table.copy_(rows)
-        self.e = replace(e, table=table)
+        self.e: Any = replace(e, table=table)  # ExpertWeights, or those of another format
 
     @property
     def streams(self) -> ExpertStreams:
@@ -342,8 +342,8 @@ def _to(t: Tensor, device: torch.device) -> Tensor:
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
 
-def streamed_layer(mlp: Any, e: ExpertWeights) -> LayerStream | None:
-    """Return the stream of a layer's experts, or None where they are resident; mlp: its modules."""
+def streamed_layer(mlp: Any, e: Any) -> LayerStream | None:
+    """Return the stream of a layer's experts, or None where they are resident; mlp: its modules, e: its weights."""
     offload: ExpertOffload | None = getattr(mlp, "offload", None)
     if offload is None or not offload.active:
         return None
