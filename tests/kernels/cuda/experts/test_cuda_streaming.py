@@ -86,8 +86,8 @@ def test_experts_change_places_while_steps_run(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(streaming, "INTERVAL", 1)
     monkeypatch.setattr("crelle.kernels.cuda.experts.slots.SIGMAS", 0.5)
     llm = llm_of(60 * MIB)
-    wanted = llm_of(None).generate([5, 6, 7], Sampling(max_tokens=200)).tokens
-    assert llm.generate([5, 6, 7], Sampling(max_tokens=200)).tokens == wanted
+    wanted = llm_of(None).generate([5], Sampling(max_tokens=200)).tokens
+    assert llm.generate([5], Sampling(max_tokens=200)).tokens == wanted
     offload = offload_of(llm.model)
     assert offload is not None
     assert offload.streams.swapped > 0
@@ -134,7 +134,7 @@ def test_loading_and_serving_stay_within_the_limit() -> None:
     assert engine.plan.reason == "set by --memory"
     rng = random.Random(1)
     for n in (5, 100, 700, 900):
-        engine.add([rng.randrange(1000) for _ in range(n)], Sampling(max_tokens=8))
+        engine.add([rng.randrange(1000) for _ in range(n)], Sampling(max_tokens=32), ignore_end=True)
     engine.run()
     assert engine.stats.failed == 0
     assert engine.stats.expert_uses > engine.stats.expert_hits > 0
