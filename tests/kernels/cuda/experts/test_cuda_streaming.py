@@ -64,7 +64,7 @@ def answers(llm: LLM, prompts: list[list[int]], **options: Any) -> list[list[int
 
 
 @pytest.mark.parametrize("speculate", ["off", "ngram"])
-@pytest.mark.parametrize("room", [30 * MIB, 60 * MIB])
+@pytest.mark.parametrize("room", [20 * MIB, 26 * MIB])
 def test_answers_are_the_same_bits_as_with_resident_experts(
     room: int, speculate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +75,7 @@ def test_answers_are_the_same_bits_as_with_resident_experts(
     llm = llm_of(room)
     offload = offload_of(llm.model)
     assert offload is not None
-    assert 0 <= offload.share < 1
+    assert 0.05 < offload.share < 0.7
     assert answers(llm, prompts, speculate=speculate) == wanted
     assert offload.streams.uses > 0
     assert (offload.streams.hits > 0) == (offload.slot_bytes > 0)
@@ -85,7 +85,7 @@ def test_experts_change_places_while_steps_run(monkeypatch: pytest.MonkeyPatch) 
     """The table is checked between steps: it names the block, or the slot that holds the same bytes."""
     monkeypatch.setattr(streaming, "INTERVAL", 1)
     monkeypatch.setattr("crelle.kernels.cuda.experts.slots.SIGMAS", 0.5)
-    llm = llm_of(60 * MIB)
+    llm = llm_of(20 * MIB)
     wanted = llm_of(None).generate([5], Sampling(max_tokens=200)).tokens
     assert llm.generate([5], Sampling(max_tokens=200)).tokens == wanted
     offload = offload_of(llm.model)
@@ -106,7 +106,7 @@ def test_layers_on_disk_give_the_same_bits(tmp_path: Path) -> None:
     prompts = [[rng.randrange(1000) for _ in range(n)] for n in (3, 300)]
     wanted, free = answers(llm_of(None), prompts), iter([1 << 40, 0, 0])  # the first layer is in host memory
     weights, device = RandomWeights(CONFIG, "rtn:bits=4,group=128", "cuda"), torch.device("cuda")
-    offload = ExpertOffload(30 * MIB, device, fits=0, host_free=lambda: next(free), disk=tmp_path)
+    offload = ExpertOffload(20 * MIB, device, fits=0, host_free=lambda: next(free), disk=tmp_path)
     llm = LLM(build(weights, device, offload=offload), cast(Tokenizer, NoTokenizer()), weights)
     assert [layer.on_disk for layer in offload.layers.values()] == [False, True, True]
     assert "2 of 3 layers, which are read from disk" in str(offload)
@@ -143,7 +143,7 @@ def test_loading_and_serving_stay_within_the_limit() -> None:
 
 def test_the_model_runs_layer_by_layer_too() -> None:
     ids = torch.randint(1000, (1, 8), device="cuda")
-    resident, streamed = llm_of(None).model, llm_of(30 * MIB).model
+    resident, streamed = llm_of(None).model, llm_of(20 * MIB).model
     assert torch.equal(resident(ids, resident.new_cache()), streamed(ids, streamed.new_cache()))
 
 
