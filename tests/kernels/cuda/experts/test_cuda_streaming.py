@@ -18,7 +18,7 @@ from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CapacityError
 from crelle.formats.kv.pages import KVFormat
 from crelle.kernels.cuda import jit
-from crelle.kernels.cuda.experts import streaming
+from crelle.kernels.cuda.experts import host_memory, streaming
 from crelle.kernels.cuda.experts.host_memory import ExpertOffload
 from crelle.models.loader import build
 
@@ -101,7 +101,8 @@ def test_experts_change_places_while_steps_run(monkeypatch: pytest.MonkeyPatch) 
             assert torch.equal(table[expert], layer.row(expert, None))
 
 
-def test_layers_on_disk_give_the_same_bits(tmp_path: Path) -> None:
+def test_layers_on_disk_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "SPILLS", True)
     rng = random.Random(2)
     prompts = [[rng.randrange(1000) for _ in range(n)] for n in (3, 300)]
     wanted, free = answers(llm_of(None), prompts), iter([1 << 40, 0, 0])  # the first layer is in host memory

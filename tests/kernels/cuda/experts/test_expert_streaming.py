@@ -128,6 +128,7 @@ def streamed(
     """
     size = block_bytes()
     monkeypatch.setattr(host_memory, "STAGED", 2 * size)
+    monkeypatch.setattr(host_memory, "SPILLS", disk is not None)
     recorder = Recorder()
     monkeypatch.setattr(streaming, "CudaTransfers", lambda device: recorder)
     offload = offload_of(1 + 4 * size + layers * slots * size, 1 << 30 if disk is None else 0, disk)
@@ -285,15 +286,17 @@ def test_experts_move_to_host_memory_when_the_gpu_is_full_and_keep_their_bytes()
 
 
 @pytest.mark.parametrize(
-    ("room", "free", "said"),
+    ("room", "free", "spills", "said"),
     [
-        (1 << 30, 10, "fit neither the GPU (a test) nor host memory nor the disk"),
-        (10, 1 << 30, "only 1e-08 GB are left for weights"),
+        (1 << 30, 10, False, "fit neither the GPU (a test) nor host memory: those of the next layer"),
+        (1 << 30, 10, True, "fit neither the GPU (a test) nor host memory nor the disk"),
+        (10, 1 << 30, False, "only 1e-08 GB are left for weights"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_sentence(
-    room: int, free: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    room: int, free: int, spills: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(host_memory, "SPILLS", spills)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(CapacityError) as error:
         loaded(offload_of(room, free, tmp_path))

@@ -10,9 +10,10 @@ all of them, and those that follow, move to pinned host memory, each as one bloc
     block    uint8 [bytes]    the tensors of gate, up and down one after the other, each at a multiple of 256 bytes
 
 The kernels read a block over PCIe through the table of addresses, or from a slot of the GPU after it was copied there
-(streaming.py). Layers for which host memory has no room lie in a file without a name in the cache directory, mapped
-into memory; what is read of it may stay in the system's file cache. Biases stay on the GPU. `HostKernel` serves
-everything that multiplies layer by layer.
+(streaming.py). Biases stay on the GPU. `HostKernel` serves everything that multiplies layer by layer.
+
+With SPILLS, layers for which host memory has no room lie in a file without a name in the cache directory, mapped into
+memory; what is read of it may stay in the system's file cache.
 """
 
 import contextlib
@@ -34,11 +35,19 @@ from crelle.kernels.base import Encoded, WrappedKernel
 
 ALIGNMENT = 256  # bytes
 STAGED = 64 << 20  # bytes of each half of the buffer through which prompts stage experts, or one expert
-_HUGE = 2 << 20
+HUGE_PAGES = False  # of 2 MiB, for blocks: not measured on a GPU yet
+SPILLS = False  # whether layers without room in host memory go to disk: not run on a GPU yet
+_PAGE, _HUGE = 4096, 2 << 20
+
+
+def small_pages(size: int) -> Tensor:
+    """Return uint8 [size] of host memory that begins with a page."""
+    whole = torch.empty(size + _PAGE, dtype=torch.uint8)
+    return whole[-whole.data_ptr() % _PAGE :][:size]
 
 
 def huge_pages(size: int) -> Tensor:
-    """Return uint8 [size] of host memory in pages of 2 MiB, where the system has them: pinned and read faster."""
+    """Return uint8 [size] of host memory in pages of 2 MiB, where the system has them."""
     memory = mmap.mmap(-1, size + _HUGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
@@ -240,11 +249,23 @@ class ExpertOffload:
             torch.cuda.empty_cache()  # for whoever shares the GPU
 
     def _allocate(self, size: int) -> Tensor:
-        memory = huge_pages(size)
+        memory = huge_pages(size) if HUGE_PAGES else small_pages(size)
         if self._pins:
             pin(memory)
             self._pinned.append(memory.data_ptr())
         return memory
+
+    def _needs_disk(self, size: int) -> bool:
+        """Whether host memory has no room for a layer; without SPILLS that is refused."""
+        if size <= (free := self._host_free()):
+            return False
+        if not SPILLS:
+            raise CapacityError(
+                f"the experts fit neither the GPU ({self.reason}) nor host memory: those of the next layer take "
+                f"{size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free ({self.host_bytes / 1e9:.3g} GB of experts "
+                "have a place already); allow more memory, or choose fewer bits"
+            )
+        return True
 
     def _map(self, size: int) -> Tensor:
         """Return memory of a file, which goes with it."""
@@ -264,7 +285,7 @@ class ExpertOffload:
         linears, size = layer.experts[expert], layer.block_bytes
         if layer.memory is None:
             whole = layer.count * size
-            layer.on_disk = whole > self._host_free()
+            layer.on_disk = self._needs_disk(whole)
             layer.memory = self._map(whole) if layer.on_disk else self._allocate(whole)
         if (mine := _block_bytes(linears)) > size:
             raise CapacityError(

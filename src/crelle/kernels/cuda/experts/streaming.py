@@ -4,8 +4,8 @@
                    memory, whole sectors at a time. The host takes no part, so that steps stay CUDA graphs
     prompts        experts that are in no slot are copied, some at a time, through a buffer of two halves: while the
                    tokens of one half are multiplied, the other is filled (`LayerStream.grouped`)
-    disk           layers that are not in host memory: the host waits for the experts that were chosen, and copies those
-                   that are in no slot through the same buffer. Such steps are not graphs
+    disk           (host_memory.SPILLS) layers that are not in host memory: the host waits for the experts that were
+                   chosen, and copies those that are in no slot through the same buffer. Such steps are not graphs
     between steps  the host looks at counts of uses that it asked for some steps before, and starts copies of experts
                    that deserve a slot (slots.py) on a stream of their own. The host never waits for any of that
 
