@@ -259,6 +259,13 @@ def test_generate_reads_the_prompt_from_standard_input(tiny_model: Path) -> None
     assert a["prompt_tokens"] == 13  # BOS and every byte, the line break too
 
 
+def test_generate_keeps_to_a_memory_limit(tiny_model: Path) -> None:
+    args = ("generate", tiny_model, "--prompt", "Hello", "--max-tokens", 4, "--device", "cpu", "--memory")
+    assert succeed(*args, "4GB").out == succeed(*args[:-1]).out
+    assert "a memory limit of 1 MB leaves no room for the KV cache" in run(*args, "1MB").err
+    assert "a memory size must look like 24GB" in run(*args, "some").err
+
+
 # explain, doctor ---------------------------------------------------------------------------------------------------
 
 

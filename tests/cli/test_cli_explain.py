@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import write_tiny_model
 from in_process import succeed
+from random_models import write_random
 
 from crelle import CalibrationData, quantize
 from crelle.cli.common import console
@@ -81,3 +82,12 @@ def test_quantized_activations_have_a_kernel_and_the_step_on_cuda(tmp_path: Path
         assert {layer["kernel"] for layer in coded} == {wanted}
         assert seen["fused"] == (wanted == "cuda-integer")
     assert "groups of 32, 64 or a multiple of 128, not of 24" in coded[0]["others"]["cuda-integer"]
+
+
+def test_experts_that_do_not_fit_a_gpu_are_streamed(quantized: Path, tmp_path: Path) -> None:
+    mixture = write_random(tmp_path / "m", "Qwen3Moe")
+    said = succeed("explain", mixture, "--device", "cuda", "--json").json["experts"]
+    assert f"streamed from host memory; `crelle plan {mixture} --memory SIZE` predicts" in said
+    assert "streamed from host memory" in succeed("explain", mixture, "--device", "cuda").out
+    assert succeed("explain", mixture, "--device", "cpu", "--json").json["experts"] is None
+    assert succeed("explain", quantized, "--device", "cuda", "--json").json["experts"] is None

@@ -125,7 +125,8 @@ def test_metrics_have_the_names_and_types_that_dashboards_know(server: Running) 
     gauges = """ready queue_length queue_limit texts_running requests_running requests_waiting kv_pages kv_pages_used
         kv_pages_cached tokens_per_second recent_time_to_first_token_seconds"""
     counters = """steps tokens_run tokens_drawn draft_tokens accepted_tokens tokens_reused prompt_tokens preemptions
-        texts_finished texts_failed disconnects slow_readers timeouts requests prefill_seconds decode_seconds"""
+        expert_uses expert_hits texts_finished texts_failed disconnects slow_readers timeouts requests prefill_seconds
+        decode_seconds"""
     want = {f"crelle_{name}": "gauge" for name in gauges.split()}
     want |= {f"crelle_{name}_total": "counter" for name in counters.split()}
     want |= dict.fromkeys(("crelle_time_to_first_token_seconds", "crelle_time_per_token_seconds"), "histogram")

@@ -27,10 +27,12 @@ from crelle.bench.model_shapes import RandomWeights
 from crelle.bench.planner.cost import Cost
 from crelle.engine.compile_ahead import compile_kernels
 from crelle.engine.llm import LLM
+from crelle.engine.memory.experts import expert_offload, expert_uses, offload_of
 from crelle.engine.memory.machine import free_on_host
 from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CapacityError, SchemeError, UnsupportedError
 from crelle.formats.base import nbytes
+from crelle.formats.kv.pages import KVFormat
 from crelle.formats.storage.open import Weights
 from crelle.kernels.cuda.executor import supports_model
 from crelle.models.linear import QuantLinear
@@ -73,6 +75,9 @@ class DecodeCuda:
     baseline_joules_per_token: float | None = None
     cost: Cost | None = None  # of a million tokens, where it was asked for
     breakdown: StepBreakdown | None = None  # of the step's graph by kind of kernel, where it was asked for
+    memory: str | None = None  # the limit within which it was loaded
+    experts: str | None = None  # how they are streamed, where not all fit
+    share_of_hits: float | None = None  # of the experts that tokens took, those that were on the GPU
 
 
 class Decoder(Protocol):
@@ -94,16 +99,22 @@ def measure(
     ceiling: Ceiling | None = None,
     energy: bool = True,
     profile: bool = False,
+    memory: str | None = None,
 ) -> DecodeCuda:
-    """Build, check and time one model; `scheme` is only what the row says of it; `profile` adds the breakdown."""
+    """Build, check and time one model; `scheme` is only what the row says of it; `profile` adds the breakdown.
+
+    memory: a limit for the GPU's; experts that do not fit are streamed.
+    """
     if tokens < 3 or context < 1 or batch < 1 or rounds < 1:
         raise SchemeError("a decode benchmark takes at least 3 tokens, a context of 1, a batch of 1 and one round")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    if isinstance(weights, RandomWeights) and (reason := does_not_fit(weights, device)):
+    if memory is None and isinstance(weights, RandomWeights) and (reason := does_not_fit(weights, device)):
         raise CapacityError(reason)
     try:
-        return _measure(weights, scheme, device, tokens, context, batch, rounds, kernel, ceiling, energy, profile)
+        return _measure(
+            weights, scheme, device, tokens, context, batch, rounds, kernel, ceiling, energy, profile, memory
+        )
     except torch.cuda.OutOfMemoryError as e:
         first = str(e).split(". ")[0]
         raise CapacityError(f"{weights.path} at {scheme}, batch {batch}, does not fit this GPU: {first}") from None
@@ -123,8 +134,10 @@ def _measure(
     ceiling: Ceiling | None,
     energy: bool,
     profile: bool,
+    memory: str | None,
 ) -> DecodeCuda:
-    model = build(weights, device, kernel=kernel)
+    offload = expert_offload(weights, device, memory, KVFormat())
+    model = build(weights, device, kernel=kernel, offload=offload)
     if context + tokens > model.spec.context:
         raise CapacityError(
             f"{context} + {tokens} tokens do not fit the model's context of {model.spec.context}; "
@@ -144,6 +157,7 @@ def _measure(
     ms = 1e3 * median(step for generation in made for step in generation.steps)
     speed = size / ms / 1e6
     executor = decoder.engine.runner.cuda_executor(None) if profile else None
+    uses, hits = expert_uses(model)
     return DecodeCuda(
         model=weights.path.name,
         scheme=scheme,
@@ -168,6 +182,9 @@ def _measure(
         joules_per_token=spent.joules,
         energy_note=spent.reason,
         breakdown=None if executor is None else breakdown(executor.graph(batch).replay),
+        memory=memory,
+        experts=None if (streamed := offload_of(model)) is None else str(streamed),
+        share_of_hits=hits / uses if uses else None,
     )
 
 

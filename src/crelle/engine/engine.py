@@ -43,6 +43,7 @@ from crelle.engine.block_manager import BlockManager
 from crelle.engine.faults import OWN_FAULT, Faults
 from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory.defaults import choose_plan
+from crelle.engine.memory.experts import expert_uses
 from crelle.engine.memory.machine import out_of_memory
 from crelle.engine.memory.plan import show_bytes
 from crelle.engine.model_runner import ModelRunner
@@ -102,8 +103,9 @@ class Engine:
         """Allocate the cache.
 
         kv: how it stores keys and values; default: as the LLM was loaded.
-        memory: a budget like 24GB for weights, working space and cache; or pages: of the cache. Default: what fits the
-            machine (memory.defaults).  max_pages: to which the cache grows where `pages` do not suffice.
+        memory: a budget like 24GB for weights, working space and cache; or pages: of the cache. Default: the limit that
+            the LLM was loaded with, else what fits the machine (memory.defaults).  max_pages: to which the cache grows
+            where `pages` do not suffice.
         max_batch: sequences that run at once.  budget: tokens of a step. Defaults: what fits the memory; with `pages`
             32 and 512.  watermark: see Scheduler.  sharing: see BlockManager.
         queue_limit: sequences that may wait; one more is refused.
@@ -112,6 +114,7 @@ class Engine:
         """
         if memory is not None and pages is not None:
             raise SchemeError("give either a memory limit or a number of pages, not both")
+        memory = llm.memory if memory is None and pages is None else memory
         self.llm, self.kv = llm, llm.kv if kv is None else KVFormat.parse(kv)
         several = memory is not None or (pages is None and llm.model.device.type == "cuda")
         models = [llm.model] + ([llm.at(bits) for bits in llm.precisions] if several else [])
@@ -273,8 +276,9 @@ class Engine:
         with self._lock:
             n, s, b = self._counts, self.scheduler, self.blocks
             now = (len(s.waiting), len(s.running), b.pages, b.used, b.cached)
-        seconds = {"prefill_seconds": self._clock.prefill, "decode_seconds": self._clock.decode}
-        return replace(Stats(*now, *n.values()), **seconds)  # type: ignore[arg-type]
+        more: dict[str, float] = {"prefill_seconds": self._clock.prefill, "decode_seconds": self._clock.decode}
+        more["expert_uses"], more["expert_hits"] = expert_uses(self.llm.model)
+        return replace(Stats(*now, *n.values()), **more)  # type: ignore[arg-type]
 
     # Steps ---------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from weakref import proxy
 from crelle.engine.engine import Engine
 from crelle.engine.loaded_model import LoadedModel, Prompt
 from crelle.engine.memory.defaults import most_pages
-from crelle.engine.memory.plan import page_bytes
+from crelle.engine.memory.experts import expert_offload
+from crelle.engine.memory.plan import page_bytes, parse_bytes
 from crelle.engine.offline import generate_all
 from crelle.engine.requests.output import Completion, StreamChunk
 from crelle.engine.sampling.sampler import Sampling, sampling_of
@@ -66,6 +67,7 @@ class LLM(LoadedModel):
         scales: str | Path | None = None,
         speculate: Speculation | str | None = None,
         draft: str | Path | int | None = None,
+        memory: str | int | None = None,
     ) -> "LLM":
         """Load a Crelle checkpoint, a Hugging Face directory or a .gguf file.
 
@@ -76,17 +78,22 @@ class LLM(LoadedModel):
         scales: those of a task, from `crelle tune --scales`, instead of the checkpoint's own.
         speculate: how tokens are guessed: off, ngram or draft; default: draft where there is one, else ngram, where
             answers stay the same.  draft: a smaller model with the same vocabulary, or the bits of a nested checkpoint.
+        memory: GPU memory that weights, working space and cache may take, such as 24GB. Experts that do not fit it are
+            streamed from host memory; default: those that do not fit the GPU.
         """
         wanted = None if speculate is None else Speculation.parse(speculate)
-        given = None if kv is None else KVFormat.parse(kv)
+        given, limit = None if kv is None else KVFormat.parse(kv), None if memory is None else parse_bytes(memory)
         if threads is not None:
             set_threads(threads)
         weights = open_weights(path)
         weights = weights if scales is None else with_scales(weights, scales)
         with ThreadPoolExecutor(1) as beside:  # preparing weights is C++, which leaves Python to the tokenizer
             tokenizer = beside.submit(Tokenizer.of, weights)
-            model = build(weights, choose_device(device), kernel=kernel, bits=bits)
-            llm = cls(model, tokenizer.result(), weights, given or kv_of_checkpoint(weights.config))
+            where, cache = choose_device(device), given or kv_of_checkpoint(weights.config)
+            offload = expert_offload(weights, where, limit, cache)
+            model = build(weights, where, kernel=kernel, bits=bits, offload=offload)
+            llm = cls(model, tokenizer.result(), weights, cache)
+        llm.memory = limit
         llm.speculation = wanted
         if draft is not None:
             llm.draft = load_draft(llm, draft)
@@ -188,7 +195,7 @@ class LLM(LoadedModel):
         # A proxy: an engine that held its owner would keep the weights in memory until the next garbage collection.
         # Without prefix sharing, so that a prompt's second run takes the time, and on a GPU has the bits, of its first.
         draft = None if self.draft is None else self.draft.model
-        most = most_pages(self.model, self.kv, draft)
+        most = most_pages(self.model, self.kv, draft, self.memory)
         limits = {"pages": min(pages, max(1, most)), "max_pages": most, "max_batch": 1, "budget": _BUDGET}
         return Engine(proxy(self), **limits, sharing=False)  # type: ignore[arg-type]
 

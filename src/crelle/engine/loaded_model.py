@@ -9,6 +9,7 @@ from math import prod
 from threading import RLock
 from typing import TYPE_CHECKING
 
+from crelle.engine.memory.experts import offload_of
 from crelle.engine.sampling.grammar import GrammarCompiler
 from crelle.engine.tokenization.tokenizer import Tokenizer
 from crelle.errors import CapacityError, SchemeError
@@ -38,6 +39,7 @@ class LoadedModel:
         self.precisions = offered(weights)  # of a nested checkpoint; () where there is only one
         self.speculation: Speculation | None = None  # how engines guess tokens that are not told; None: the default
         self.draft: Draft | None = None  # a model that may guess
+        self.memory: int | None = None  # bytes that weights, working space and cache may take, where a limit was given
         self.lock = RLock()  # held by whoever runs a step of the model, at any precision
         self.grammars = GrammarCompiler(tokenizer, model.spec.vocabulary, self.end_ids)
         self._at = {model.build.bits or default(weights): model}
@@ -52,7 +54,8 @@ class LoadedModel:
         """Return scheme, bits, device and context in one line."""
         bits, device = self.bits_per_weight, self.model.device
         size = "" if bits is None else f", {bits:.3g} bits per weight"
-        return f"{scheme_of(self.weights)}{size}, on {device}, context {self.model.spec.context}, cache {self.kv}"
+        said = f"{scheme_of(self.weights)}{size}, on {device}, context {self.model.spec.context}, cache {self.kv}"
+        return said if (offload := offload_of(self.model)) is None else f"{said}, experts {offload}"
 
     def at(self, bits: int | None) -> Model:
         """Return the model at a precision of a nested checkpoint; None: as it was loaded.

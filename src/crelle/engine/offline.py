@@ -37,7 +37,8 @@ def generate_all(
     ids = [llm.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
     stored = llm.kv if kv is None else KVFormat.parse(kv)
     lengths = [len(i) + s.max_tokens for i, s in zip(ids, each, strict=True)]
-    limits = {"memory": memory, "max_batch": max_batch, "budget": budget, "lengths": lengths}
+    within = llm.memory if memory is None else memory
+    limits = {"memory": within, "max_batch": max_batch, "budget": budget, "lengths": lengths}
     draft = None if llm.draft is None else llm.draft.model
     fits = choose_plan([llm.at(bits)], stored, draft=draft, **limits)  # type: ignore[arg-type]
     limits = {"pages": fits.pages, "max_batch": fits.max_batch, "budget": fits.budget}

@@ -26,6 +26,8 @@ class Stats:
     tokens_accepted: int = 0  # of these, those that were right
     prefill_seconds: float = 0.0  # in steps with tokens of prompts, decoding sequences beside them included
     decode_seconds: float = 0.0  # in steps of decoding alone
+    expert_uses: int = 0  # experts that tokens took, where experts are streamed
+    expert_hits: int = 0  # of these, those that were on the GPU
 
 
 class StepClock:

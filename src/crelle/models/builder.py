@@ -1,6 +1,6 @@
 """From named weights to layers: what the model families share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, ClassVar, TypeVar
@@ -62,6 +62,7 @@ class Builder:
     bits: int | None = None  # default: the finest precision
     made: dict[str, Any] | None = None  # by name, what builders of other precisions share with this one
     lock: Any = field(default_factory=RLock, repr=False, compare=False)  # of `made`, shared with it
+    offload: Any = field(default=None, repr=False, compare=False)  # an ExpertOffload, where experts may leave the GPU
 
     def __post_init__(self) -> None:
         if self.bits is not None:
@@ -171,6 +172,11 @@ class Builder:
             slot: self.linear(module, *sizes[slot], weights[slot], None if slot == "down" else rows)
             for slot, module in slots.items()
         }
+
+    def place_expert(self, i: int, count: int, linears: Sequence[Any]) -> None:
+        """Let an expert of layer i, one of `count`, move to host memory where the GPU is too small for all."""
+        if self.offload is not None:
+            self.offload.add(i, count, [linear for linear in linears if linear is not None])
 
     def _check_bias(self, arch: Architecture, i: int, module: str) -> None:
         if arch.required_biases and arch.spec.layers[i].attention.bias and f"{module}.bias" not in self.names:

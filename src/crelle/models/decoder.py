@@ -174,9 +174,12 @@ class Experts(nn.Module):
 
     def __init__(self, build: Builder, arch: Architecture, i: int, spec: ExpertsSpec) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.layer, self.offload = spec, i, build.offload
         self.router = build.linear_of(arch, i, "router", spec.count, arch.spec.width)
-        self.experts = nn.ModuleList(Mlp(build, arch, i, e) for e in range(spec.count))
+        self.experts = nn.ModuleList()
+        for e in range(spec.count):
+            self.experts.append(expert := Mlp(build, arch, i, e))
+            build.place_expert(i, spec.count, (expert.gate, expert.up, expert.down))
         self.shared = Mlp(build, arch, i, "shared") if spec.shared else None
         self.shared_gate = build.linear_of(arch, i, "shared_gate", 1, arch.spec.width) if spec.shared else None
 
@@ -300,6 +303,8 @@ class DecoderModel(nn.Module):
         self.output = OutputLayer(build, arch)
         self.head = build.linear(arch.names.head, s.vocabulary, s.embedding_width, embedding if s.tied else None)
         self.coded = any(linear.weight.format != "dense" for linear in self.linears())
+        if build.offload is not None:
+            build.offload.finish()
         self.decoder = fuse(self)  # the whole step for one token in C++, or why there is none
 
     @torch.inference_mode()

@@ -11,6 +11,7 @@ from crelle.errors import CrelleError, FormatError, UnsupportedError
 from crelle.formats.storage.io import shown
 from crelle.formats.storage.open import Weights, open_weights
 from crelle.formats.storage.ownership import CONFIG
+from crelle.kernels.cuda.experts.host_memory import ExpertOffload
 from crelle.kernels.spec import DecoderSpec
 from crelle.models.builder import Builder
 from crelle.models.decoder import DecoderModel
@@ -89,17 +90,18 @@ def build(
     dtype: torch.dtype | None = None,
     kernel: str | None = None,
     bits: int | None = None,
+    offload: ExpertOffload | None = None,
 ) -> Model:
     """Build the model that the weights' config describes. Default dtype: f32 on a CPU, its family's on a GPU.
 
-    `bits` chooses a precision of a nested checkpoint; default: the finest.
+    `bits` chooses a precision of a nested checkpoint; default: the finest. `offload` takes the experts that do not fit.
     """
     if read_spec(weights).encoder:
         raise UnsupportedError(
             f"{weights.path}: a '{weights.config['model_type']}' model is an encoder and generates no text; use "
             "`crelle embed` or crelle.Embedder"
         )
-    return _built(DecoderModel, weights, device, dtype, kernel, bits)
+    return _built(DecoderModel, weights, device, dtype, kernel, bits, offload)
 
 
 def build_encoder(
@@ -129,13 +131,15 @@ def _built(
     dtype: torch.dtype | None,
     kernel: str | None,
     bits: int | None,
+    offload: ExpertOffload | None = None,
 ) -> Built:
     dtype = dtype or default_dtype(weights, device)
     made: dict[str, Any] | None = {} if offered(weights) else None  # to be shared among precisions, where there are
     weights = in_usual_form(weights)
     arch, names = architecture(weights), frozenset(weights.names())
     require_layers(weights, names, arch)
-    model = kind(Builder(weights, names, dtype, device, kernel, bits, made), arch).eval()
+    offload = offload if made is None else None  # precisions share experts, which must stay where they are
+    model = kind(Builder(weights, names, dtype, device, kernel, bits, made, offload=offload), arch).eval()
     if kernel and all(layer.kernel != kernel for layer in model.linears()):
         raise UnsupportedError(f"kernel '{kernel}' has nothing to do in {weights.path}: no matrix there is quantized")
     return model

@@ -106,6 +106,8 @@ class Metrics:
             ("crelle_accepted_tokens_total", "guessed tokens that were right", stats.tokens_accepted),
             ("crelle_tokens_reused_total", "prompt tokens found in the prefix cache", stats.tokens_reused),
             ("crelle_prompt_tokens_total", "tokens of accepted prompts", self.prompt_tokens),
+            ("crelle_expert_uses_total", "experts that tokens took, where experts are streamed", stats.expert_uses),
+            ("crelle_expert_hits_total", "experts taken that were in GPU memory", stats.expert_hits),
             ("crelle_preemptions_total", "preemptions of sequences", stats.preemptions),
             ("crelle_texts_finished_total", "finished sequences, for any reason", stats.finished),
             ("crelle_texts_failed_total", "sequences that failed because of a server fault", stats.failed),

@@ -34,6 +34,7 @@ LEFT_OUT = {
     "h200-bcq-quality-smollm2.json",
     "h200-before-after-rooms.json",
     "h200-experts-8-layers.json",
+    "h200-experts-streamed-layer.json",
     "h200-experts.json",
     "h200-papers-dataflow.json",
     "h200-planner-steps.json",

@@ -17,6 +17,7 @@ from crelle.bench.load.decode_throughput import BUDGET
 from crelle.bench.planner.cost import Cost, CostModel
 from crelle.bench.planner.plan_shapes import PlannedShape
 from crelle.bench.planner.step_model import BANDWIDTH, Product, StepWork, bucket, kind_of, milliseconds
+from crelle.bench.planner.streamed import PCIE, Streamed, streamed
 from crelle.engine.memory.plan import page_bytes_of, parse_bytes, show_bytes, working_bytes_of
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.kv.pages import KVFormat
@@ -67,6 +68,7 @@ class Plan:
     batch: int  # sequences at once
     most_sequences: int  # of that context
     estimate: Estimate | None
+    streamed: Streamed | None = None  # where the weights of a mixture do not fit one GPU: with experts in host memory
 
 
 def step_work(
@@ -127,8 +129,13 @@ def plan(
     cost: CostModel | None = None,
     bandwidth: float = BANDWIDTH,
     batch_invariant: bool = False,
+    hits: float | None = None,
+    pcie: float = PCIE,
 ) -> Plan:
-    """Share out the memory of GPUs, and estimate the speed of what fits."""
+    """Share out the memory of GPUs, and estimate the speed of what fits.
+
+    hits, pcie: where experts are streamed from host memory, the share of hits (default: by chance) and GB/s.
+    """
     s = shape.spec
     if gpus < 1:
         raise SchemeError(f"a plan is for at least one GPU, not {gpus}")
@@ -184,6 +191,12 @@ def plan(
         gathered = bool(scheme.storage((4096, 4096)).get("permuted"))  # inputs that cannot be split
         slower = BANDWIDTH / bandwidth
         found = _estimate(shape, work, rows, -(-rows // stages), tensor, cost, slower, gathered, unchecked)
+    away = None
+    if gpus == 1 and weights + working_bytes_of(s, 1, BUDGET, _F16) + page > size:  # not for want of a cache
+        rows = batch or 1
+        work = step_work(shape, scheme, kv, rows, tokens_each, batch_invariant=batch_invariant)
+        links = {"hits": hits, "pcie": pcie, "bandwidth": bandwidth}
+        away = streamed(shape, scheme, kv, work, memory=size, batch=rows, **links)  # type: ignore[arg-type]
     return Plan(
         model=shape.name,
         scheme=str(scheme),
@@ -206,6 +219,7 @@ def plan(
         batch=rows,
         most_sequences=most,
         estimate=found,
+        streamed=away,
     )
 
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.table import Column, Table
 
 from crelle.cli.bench.rows import Energy, ResultFile, Rows, ThreadCounts, parse_threads, refuse, show
-from crelle.cli.common.console import Json, KernelName, err, out
+from crelle.cli.common.console import Json, KernelName, Memory, err, out
 from crelle.errors import SchemeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def run(
         ),
     ] = 5,
     kernel: KernelName = None,
+    memory: Memory = None,
     energy: Energy = True,
     cost: Annotated[
         str | None,
@@ -118,7 +119,7 @@ def run(
         raise SchemeError("give either MODEL (a path) or --shape (a name such as llama2-7b)")
     chosen = choose_device(device or ("auto" if shape else "cpu"))
     if model is not None and chosen.type == "cpu":
-        refuse("cpu", context=context, batch=batch, shape=shape, scheme=scheme, layers=layers)
+        refuse("cpu", memory=memory, context=context, batch=batch, shape=shape, scheme=scheme, layers=layers)
         _on_cpu(model, tokens, prompt, threads, llama_bench, llama_model or [], rounds, kernel, costs, results, json)
         return
     if model is not None and (scheme or layers):
@@ -131,8 +132,9 @@ def run(
 
         use_threads(parse_threads(threads)[0])
     options = {"tokens": _or(tokens, 128), "context": _or(context, 128), "batch": _or(batch, 1), "rounds": rounds}
+    limited = {**options, "memory": memory}
     sources = [_stored(model)] if model is not None else [_named(s, scheme, layers) for s in shape or []]
-    _whole_steps(sources, chosen, options, baseline, kernel, energy, costs, results, json)
+    _whole_steps(sources, chosen, limited, baseline and memory is None, kernel, energy, costs, results, json)
 
 
 def _or(given: int | None, default: int) -> int:
@@ -177,7 +179,7 @@ def _stored(path: Path) -> _Source:
 def _whole_steps(
     sources: list[_Source],
     device: "torch.device",
-    options: dict[str, int],
+    options: dict[str, Any],
     baseline: bool,
     kernel: str | None,
     energy: bool,
@@ -258,6 +260,10 @@ def _table(rows: "list[DecodeCuda]") -> None:
         out.print(f"ceiling {first.read_ceiling_gb_per_s:.0f} GB/s ({first.read_ceiling})", highlight=False)
     show(table)
     _cost_table([(f"{r.model} {r.scheme}", r.cost) for r in rows])
+    for r in rows:
+        if r.experts is not None:
+            hits = "" if r.share_of_hits is None else f", {r.share_of_hits:.1%} of those that tokens took"
+            out.print(f"{r.model} {r.scheme}: experts {r.experts}{hits}", highlight=False, soft_wrap=True)
     for note in sorted({n for r in rows for n in (r.energy_note, r.graph_note) if n}):
         out.print(note, highlight=False, markup=False, soft_wrap=True)
 

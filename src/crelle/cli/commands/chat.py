@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crelle.cli.common.console import Json, Model, err, print_json, print_text, reading_input, use_threads
+from crelle.cli.common.console import Json, Memory, Model, err, print_json, print_text, reading_input, use_threads
 from crelle.cli.common.option_groups import ModelOptions, SpeculationOptions, model_options, speculation_options
 from crelle.cli.common.sampling import ChatSampling, chat_sampling_options
 from crelle.cli.views.acceptance import drafts
@@ -41,6 +41,7 @@ def run(
     sampling: ChatSampling,
     options: ModelOptions,
     speculation: SpeculationOptions,
+    memory: Memory = None,
     json: Json = False,
 ) -> None:
     """Chat with a model. Type /help for the commands and /quit to leave; Ctrl-C stops a reply.
@@ -55,7 +56,7 @@ def run(
     from crelle.engine.compile_ahead import prompt_sizes
 
     use_threads(options.threads)
-    llm = options.load(model, speculation)
+    llm = options.load(model, speculation, memory)
     if not llm.tokenizer.chats:
         raise UnsupportedError(f'{model} has no chat template; use `crelle generate {model} --prompt "…"` instead')
     chosen, source = sampling.for_model(llm.weights)

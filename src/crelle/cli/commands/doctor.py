@@ -100,9 +100,14 @@ def _extension() -> dict[str, Any]:
 def _cuda() -> dict[str, Any]:
     import torch
 
+    from crelle.engine.memory.machine import free_memory, free_on_host
+    from crelle.engine.memory.plan import show_bytes
+
     if not torch.cuda.is_available():
         return _check("CUDA", "absent", "torch sees no device; everything runs on the CPU")
-    return _check("CUDA", "ok", f"{torch.cuda.get_device_name()}, torch built for CUDA {torch.version.cuda}")
+    free, host = (show_bytes(x.size) for x in (free_memory(torch.device("cuda")), free_on_host()))
+    room = f"{free} free, and {host} of host memory for experts that do not fit"
+    return _check("CUDA", "ok", f"{torch.cuda.get_device_name()}, {room}, torch built for CUDA {torch.version.cuda}")
 
 
 def _cuda_kernels() -> dict[str, Any]:

@@ -69,6 +69,7 @@ def run(
         said = {"device": where, "gpu": where == "cuda" and not unseen, "note": _NO_GPU if unseen else None}
         said |= {"kv": str(cache), "fused": fused, "why_not_fused": refusal}
         said |= {"speculation": None if spec.encoder else dict(zip(("method", "reason"), guesses(where), strict=True))}
+        said["experts"] = streaming(spec, where, model)
         print_json({**said, "executors": chosen, "layers": rows})
         return
     for what, found in chosen.items():
@@ -78,6 +79,8 @@ def run(
                 _print(f"    not {name}: {reason}")
     if not spec.encoder:
         _print("speculation: {}, {}".format(*guesses(where)))
+    if (sentence := streaming(spec, where, model)) is not None:
+        _print(f"experts: {sentence}")
     if unseen:
         _print(_NO_GPU)
     _print_kernels(rows, where, why)
@@ -91,6 +94,16 @@ def guesses(device: str) -> tuple[str, str]:
 
     chosen, reason = default_speculation(batch_invariant=device == "cpu", draft=False)
     return str(chosen), reason
+
+
+def streaming(spec: "DecoderSpec", device: str, model: Any) -> str | None:
+    """Return what happens to experts that do not fit a GPU; None for other models, and on a CPU."""
+    if device != "cuda" or spec.encoder or not any(layer.mlp.experts for layer in spec.layers):
+        return None
+    return (
+        "those that do not fit the GPU, or --memory, are streamed from host memory; "
+        f"`crelle plan {model} --memory SIZE` predicts how many and how fast"
+    )
 
 
 def _print_kernels(rows: list[dict[str, Any]], where: str, why: bool) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crelle.cli.common.console import Json, Model, err, print_json, print_text, reading_input, use_threads
+from crelle.cli.common.console import Json, Memory, Model, err, print_json, print_text, reading_input, use_threads
 from crelle.cli.common.option_groups import ModelOptions, SpeculationOptions, model_options, speculation_options
 from crelle.cli.common.sampling import sampling_options
 from crelle.cli.views.acceptance import drafts
@@ -25,6 +25,7 @@ def run(
     sampling: "Sampling",
     options: ModelOptions,
     speculation: SpeculationOptions,
+    memory: Memory = None,
     json: Json = False,
 ) -> None:
     """Continue a prompt and print the text as it is generated.
@@ -38,7 +39,7 @@ def run(
     use_threads(options.threads)
     with reading_input():
         text = sys.stdin.read() if prompt == "-" else prompt
-    llm = options.load(model, speculation)
+    llm = options.load(model, speculation, memory)
     options.compile(llm, model, [len(llm.encode(text))])
     pieces = llm.stream(text, sampling)
     if not json:

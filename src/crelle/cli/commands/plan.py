@@ -11,6 +11,7 @@ from crelle.cli.common.console import KV, Json, draw_whole, out, print_json, war
 if TYPE_CHECKING:
     from crelle.bench.planner.compare import Compared
     from crelle.bench.planner.plan import Plan
+    from crelle.bench.planner.streamed import Streamed
 
 NAME = "plan"
 _ESTIMATE = "an estimate by a time model that was fitted to measurements on one H200 (docs/guide/plan.md)"
@@ -56,6 +57,17 @@ def run(
             "other GPUs were not validated.",
         ),
     ] = None,
+    hits: Annotated[
+        float | None,
+        typer.Option(
+            "--hits",
+            help="If experts are streamed: share of the experts taken that are on the GPU. Default: as by chance.",
+        ),
+    ] = None,
+    pcie: Annotated[
+        float | None,
+        typer.Option("--pcie", help="If experts are streamed: bandwidth from host memory (GB/s). Default: 40."),
+    ] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Use batch-invariant kernels, like `crelle serve --exact`.")
     ] = False,
@@ -85,6 +97,7 @@ def run(
     from crelle.bench.planner.plan import enough_gpus, plan, vllm_command
     from crelle.bench.planner.plan_shapes import planned_shape
     from crelle.bench.planner.step_model import BANDWIDTH
+    from crelle.bench.planner.streamed import PCIE
     from crelle.formats.kv.pages import KVFormat
     from crelle.quantizers.scheme import parse
 
@@ -94,6 +107,7 @@ def run(
     quantizer = parse(_usable(scheme or stored["scheme"], model))
     cache = KVFormat.parse(kv or stored["kv"])
     options: dict[str, Any] = {"gpus": gpus, "memory": memory, "context": context}
+    options |= {"hits": hits, "pcie": PCIE if pcie is None else pcie}
     options |= {"bandwidth": BANDWIDTH if bandwidth is None else bandwidth, "batch_invariant": exact}
     found = plan(shape, quantizer, cache, batch=batch, cost=cost, **options)
     # vLLM's own cache has 16 bits, whatever the checkpoint was made for
@@ -190,6 +204,8 @@ def _show(found: "Plan", vllm: dict[str, Any], enough: int | None) -> None:
             f"fits: {sequences(found.batch)} of {found.context} tokens (maximum: {found.most_sequences}); "
             f"the KV cache holds {found.tokens:,} tokens"
         )
+    if found.streamed is not None:
+        _show_streamed(found.streamed, found.batch)
     if (e := found.estimate) is not None:
         say(
             f"decoding: {e.milliseconds_per_step:.2f} ms per step, {e.tokens_per_second:,.0f} tokens/s, "
@@ -207,6 +223,32 @@ def _show(found: "Plan", vllm: dict[str, Any], enough: int | None) -> None:
         say(f"    {vllm['command']}")
     else:
         say("vLLM with Crelle's plugin, with a 16-bit KV cache: no sequence fits")
+
+
+def _show_streamed(found: "Streamed", batch: int) -> None:
+    from crelle.engine.memory.plan import show_bytes
+
+    def say(text: str) -> None:
+        out.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    if found.why_not:
+        say(f"with experts streamed from host memory it does not fit either: {found.why_not}")
+        return
+    several = f"{found.fewest_slots} to {found.most_slots}"
+    slots = several if found.fewest_slots < found.most_slots else str(found.most_slots)
+    say(
+        f"fits with experts streamed from host memory: {slots} of {found.experts} experts of each layer on the GPU "
+        f"({show_bytes(found.slot_bytes)}), {show_bytes(found.host_bytes)} in pinned host memory"
+    )
+    for s in found.speeds:
+        chance = " (by chance)" if s.share_of_hits == found.by_chance else ""
+        say(
+            f"    {s.share_of_hits:.0%} of the experts taken on the GPU{chance}: a step of "
+            f"{batch} reads {show_bytes(round(s.gpu_bytes_per_step))} there and "
+            f"{show_bytes(round(s.pcie_bytes_per_step))} over PCIe, predicted {s.milliseconds_per_step:.1f} ms, "
+            f"{s.tokens_per_second:,.0f} tokens/s"
+        )
+    say(f"    a prediction at {found.pcie_gb_per_s:g} GB/s over PCIe (--pcie, --hits); the server counts real hits")
 
 
 def _show_comparison(found: "Plan", rows: "list[Compared]") -> None:

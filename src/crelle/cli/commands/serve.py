@@ -30,7 +30,7 @@ def run(
         typer.Option(
             "--memory",
             help="Memory limit for weights, workspace and KV cache, e.g. 24GB; default on a GPU: 90% of the "
-            "free memory; "
+            "free memory (experts that do not fit are streamed from host memory); "
             "on a CPU: a cache of at most a quarter of the memory.",
         ),
     ] = None,
@@ -148,7 +148,7 @@ def run(
     sock = reserve(settings)  # report a port in use before loading the model
     try:
         with err.status(f"loading {model}"):
-            llm = options.load(model, speculation)
+            llm = options.load(model, speculation, memory)
             limits = {"memory": memory, "max_batch": max_batch, "budget": budget, "queue_limit": queue_limit}
             engine = Engine(llm, batch_invariant=exact, **limits)  # type: ignore[arg-type]
         options.compile(llm, model, prompt_sizes(engine.plan.budget), engine)
@@ -172,6 +172,7 @@ def run(
 
 
 def _facts(server: "Server") -> dict[str, Any]:
+    from crelle.engine.memory.experts import offload_of
     from crelle.formats.storage.checkpoint import Checkpoint
 
     state = server.state
@@ -190,6 +191,7 @@ def _facts(server: "Server") -> dict[str, Any]:
         "cached_tokens": plan.tokens,
         "bytes": {"total": plan.total, "weights": plan.weights, "working": plan.working, "cache": plan.cache},
         "memory": plan.reason,
+        "experts": None if (offload := offload_of(llm.model)) is None else str(offload),
         "context": plan.context,
         "longest": state.room,
         "max_batch": plan.max_batch,
@@ -216,13 +218,17 @@ def _banner(server: "Server", facts: dict[str, Any]) -> list[str]:
         "weights": facts["scheme"] + choice,
         "memory": f"{show_bytes(plan.total)}: {plan.reason}",
         "": plan.parts,
+        "experts": facts["experts"],
         "limits": f"{plan.max_batch} concurrent sequences (--max-batch), {plan.budget} tokens per step (--budget), "
         f"{facts['queue_limit']} waiting requests (--queue-limit), {settings.timeout:g} s per request (--timeout)",
         "guesses": f"{facts['speculation']} ({facts['speculation_reason']}; --speculate to change)",
         "API key": keys,
         "address": f"{server.address}/v1 (API), {server.address} (playground)",
     }
-    lines = [f"crelle {__version__} server", *(f"  {name:<8} {said}" for name, said in rows.items())]
+    lines = [
+        f"crelle {__version__} server",
+        *(f"  {name:<8} {said}" for name, said in rows.items() if said is not None),
+    ]
     if state.room < plan.context:
         lines.append(f"  The KV cache limits sequences to {state.room} tokens; the model's context is {plan.context}.")
     if not settings.loopback and not settings.keys:

@@ -48,6 +48,14 @@ Threads = Annotated[int | None, typer.Option("--threads", help="Number of CPU th
 KernelName = Annotated[
     str | None, typer.Option("--kernel", help="Force this kernel; `crelle explain MODEL --why` lists the kernels.")
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        help="GPU memory limit for weights, workspace and KV cache, e.g. 24GB; default: 90% of what is free. Experts "
+        "that do not fit are streamed from host memory.",
+    ),
+]
 Scales = Annotated[
     Path | None,
     typer.Option("--scales", metavar="FILE", help="Scales of a task, written by `crelle tune --scales`."),
@@ -186,6 +194,14 @@ def report_compilation(model: Path) -> None:
         err.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
     jit.on_compile = report
+
+
+def report_streaming(llm: Any) -> None:
+    """Report on standard error if experts are streamed from host memory."""
+    from crelle.engine.memory.experts import offload_of
+
+    if (offload := offload_of(llm.model)) is not None:
+        err.print(f"experts: {offload}", highlight=False, markup=False, soft_wrap=True)
 
 
 def draw_whole(path: Path, draw: Callable[[Path], None]) -> None:

@@ -17,6 +17,7 @@ from crelle.cli.common.console import (
     Speculate,
     Threads,
     report_compilation,
+    report_streaming,
     tracking,
 )
 
@@ -61,15 +62,17 @@ class ModelOptions:
     kv: str | None = None
     scales: Path | None = None
 
-    def load(self, model: Path, speculation: "SpeculationOptions | None" = None) -> "LLM":
+    def load(self, model: Path, speculation: "SpeculationOptions | None" = None, memory: str | None = None) -> "LLM":
         from crelle.engine.llm import LLM
 
         given: dict[str, Any] = {"kernel": self.kernel, "bits": self.bits, "kv": self.kv, "scales": self.scales}
+        given["memory"] = memory
         if speculation is not None:
             given |= {"speculate": speculation.speculate, "draft": speculation.draft}
         llm = LLM.load(model, device=self.device, **given)
         if llm.model.device.type == "cuda":
             report_compilation(model)
+            report_streaming(llm)
         return llm
 
     def compile(self, llm: "LLM", model: Path, prompts: Sequence[int], engine: "Engine | None" = None) -> None:

@@ -80,8 +80,14 @@ def choose_plan(
     return replace(found, reason=reason)
 
 
-def most_pages(model: Model, kv: KVFormat, draft: Model | None = None) -> int:
-    """Return to how many pages the cache of one sequence may grow: its context, or what is free now."""
+def most_pages(model: Model, kv: KVFormat, draft: Model | None = None, memory: int | None = None) -> int:
+    """Return to how many pages the cache of one sequence may grow: its context, or what is free now or within a limit.
+
+    memory: the limit, for weights and working space, too.
+    """
+    if memory is not None:
+        fits = plan([model], kv, memory=memory, pages=None, max_batch=1, budget=_BUDGETS[0], draft=draft)
+        return min(_context_pages(model, kv), fits.pages)
     free = free_memory(model.device)
     share = _GPU_SHARE if model.device.type == "cuda" else 1.0
     return min(_context_pages(model, kv), int(share * free.size) // page_bytes(model, kv, draft))

@@ -24,6 +24,7 @@ from torch import Tensor
 from crelle.errors import CapacityError, SchemeError
 from crelle.formats.base import nbytes
 from crelle.formats.kv.pages import KVFormat
+from crelle.kernels.cuda.experts.host_memory import offload_of
 from crelle.kernels.cuda.step.fuse import copy_bytes
 from crelle.kernels.cuda.step.graph_inputs import BUCKETS, MAX_POSITIONS
 from crelle.kernels.cuda.step.prefill_graph import KEYS, ROWS, SEQUENCES
@@ -216,7 +217,13 @@ def weight_bytes(models: Iterable[Model]) -> int:
     """Count what models hold, once where they share it."""
     sizes: dict[int, int] = {}
     for model in models:
+        away = set[int]()
+        if (offload := offload_of(model)) is not None:
+            away, sizes[id(offload)] = set(map(id, _of_experts(model))), offload.gpu_bytes
         for linear in model.linears():
+            if id(linear) in away:  # in host memory
+                _count(linear.bias, sizes)
+                continue
             _count(linear.prepared.data, sizes)
             _count(linear.bias, sizes)
         if model.device.type == "cuda":  # small matrices a second time, as the step of few sequences reads them

@@ -40,7 +40,7 @@ from crelle.kernels.cuda.step.decode_step import Step, StepLayer
 from crelle.kernels.cuda.step.decode_step import supports as step_supports
 from crelle.kernels.cuda.step.fuse import STEPPED
 from crelle.kernels.cuda.step.graph_inputs import BUCKETS, GraphInputs, PendingTokens, bucket_of
-from crelle.kernels.cuda.step.graphs import capture
+from crelle.kernels.cuda.step.graphs import capture, replay_seconds
 from crelle.kernels.cuda.step.placements import run_layer
 from crelle.kernels.cuda.step.prefill_graph import SEQUENCES, PrefillBucket, PrefillGraph, PrefillInputs
 from crelle.kernels.executor import Chunk, DecoderModules
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from crelle.kernels.cuda.attention.paged_attention import PagedTileConfig
     from crelle.kernels.cuda.planes.gemm import PackedX
 
-_REPLAYS = 8  # of a graph that is timed
 _HEAD_KERNELS = 5  # rows up to which a dense head has a kernel for each number of them (dispatch.py), and one more
 Attend = Callable[[int, StepLayer, Tensor], "Tensor | PackedX"]
 
@@ -121,6 +120,7 @@ class CudaExecutor:
         if verifies:
             chunks = [one for chunk in chunks for one in (_single(chunk) if chunk.verified else (chunk,))]
         with self.lock:
+            self.step.before()
             return self._forward(chunks, verifies)
 
     def _forward(self, chunks: Sequence[Chunk], verifies: bool) -> Tensor:
@@ -170,6 +170,7 @@ class CudaExecutor:
                 source = {c: row for row, c in enumerate(going)}
                 going = [c for c in going if counts[c] > i]
                 ends = [Chunk([0], chunks[c].end + i - 1, chunks[c].pages, True, source[c]) for c in going]
+                self.step.before()
                 made = self._inputs.argmax(self.graph(len(going)).run(ends))
                 if len(going) == len(chunks):
                     found[i] = made
@@ -186,7 +187,7 @@ class CudaExecutor:
         """
         with self.lock:
             graphs = {0: self.graph(1)} | {b: self.graph(b, True) for b in BUCKETS if 1 < b <= bucket_of(most)}
-            return {rows: _graph_seconds(graph) for rows, graph in graphs.items()}
+            return {rows: replay_seconds(graph.run_padding) for rows, graph in graphs.items()}
 
     def _to_device(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return values on the device, without waiting for what it has under way."""
@@ -308,7 +309,11 @@ class CudaExecutor:
 
     def _prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, list[int]]:
         """Run prompts, or chunks of them; return logits, and whose they are: of those that are wanted, at least."""
+        new, streams = sum(len(c.ids) for c in chunks), self.step.streams
         eager = self.batch_invariant or any(c.scored for c in chunks)
+        if streams is not None and new > streams.most_in_place:
+            with streams.staging_prompts():
+                return self._prefill_eagerly(chunks), [i for i, c in enumerate(chunks) for _ in range(c.rows)]
         bucket = None if eager else PrefillBucket.of(chunks, self._longest)
         if bucket is None:
             return self._prefill_eagerly(chunks), [i for i, c in enumerate(chunks) for _ in range(c.rows)]
@@ -449,18 +454,6 @@ def _single(chunk: Chunk) -> list[Chunk]:
     return [Chunk([t], at, pages, True, prompt=prompt) for at, t in enumerate(chunk.ids, chunk.start)]
 
 
-def _graph_seconds(graph: "_Graph") -> float:
-    """Return the time of a replay over padding, on the device; the first two warm up."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    for i in range(_REPLAYS + 2):
-        if i == 2:
-            begin.record()
-        graph.run_padding()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / _REPLAYS
-
-
 @dataclass(frozen=True, slots=True)
 class _Where:
     table: Tensor  # int32 [B, max_pages]
@@ -482,13 +475,17 @@ class _Graph:
     def capture(self, pool: Any) -> Any:
         """Record the step with memory of a pool of graphs; return the pool."""
         self._inputs.fill([], self.bucket)  # all padding
+        streams = self._batch.step.streams
+        if streams is not None and streams.on_disk:  # the host takes part: the step runs as it is
+            self._graph, self.logits = None, self._run()
+            return pool
         self._graph, self.logits = capture(self._run, pool=pool)
         return self._graph.pool()
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Return logits f32 [chunks, V] of one token each; the next graph that runs overwrites them."""
         self._inputs.fill(chunks, self.bucket)
-        self._graph.replay()
+        self.replay()
         return self.logits[: len(chunks)]
 
     def run_eagerly(self) -> Tensor:
@@ -498,12 +495,15 @@ class _Graph:
 
     def replay(self) -> None:
         """Run on what the buffers hold."""
-        self._graph.replay()
+        if self._graph is None:
+            self.logits = self._run()
+        else:
+            self._graph.replay()
 
     def run_padding(self) -> None:
         """Run on no sequence at all."""
         self._inputs.fill([], self.bucket)
-        self._graph.replay()
+        self.replay()
 
     @property
     def _batch(self) -> CudaExecutor:

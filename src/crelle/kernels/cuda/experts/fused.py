@@ -17,6 +17,7 @@ from torch import Tensor
 from crelle.kernels.cuda.dense.fused import DenseLinear
 from crelle.kernels.cuda.dispatch import GEMV_ROWS
 from crelle.kernels.cuda.experts import products
+from crelle.kernels.cuda.experts.streaming import streamed_layer
 from crelle.kernels.cuda.experts.weights import MATRICES, lay_out_experts, products_of
 from crelle.kernels.cuda.step import activations
 from crelle.kernels.cuda.step.activations import Prologue
@@ -43,13 +44,17 @@ class FusedExperts:
         self._kept = [matrices(expert) for expert in mlp.experts]  # what the table points to
         chosen = spec.experts.top, spec.experts.normalize
         self.experts = lay_out_experts(self._kept, *chosen, spec.activation, dtype)
+        self.streamed = streamed_layer(mlp, self.experts)  # None: all are resident
+        self.experts = self.experts if self.streamed is None else self.streamed.e
         self.shared = None
         if mlp.shared is not None:
             pair = fuse([mlp.shared.gate, mlp.shared.up], dtype), fuse([mlp.shared.down], dtype)
             self.shared = *pair, activations.activation_op(spec.activation, spec.gated)
 
     def takes_few(self, rows: int) -> bool:
-        """Whether this number of tokens is multiplied each by itself."""
+        """Whether this number of tokens is multiplied each by itself; over PCIe an expert should be read once."""
+        if self.streamed is not None and (rows > 1 or self.streamed.on_disk):
+            return False
         return bool(products_of(self.experts).takes_few(rows, self.experts))
 
     def __call__(self, x: Tensor, norm: Norm | None, residual: Tensor | None, batch_invariant: bool = False) -> Tensor:
@@ -69,14 +74,21 @@ class FusedExperts:
             logits, made = self._logits(h, False), self._shared(h, False)
             inner = p.up(h, logits, self.experts)
         y: Tensor = p.down(inner, logits, self.experts, residual, made)
+        if self.streamed is not None:
+            self.streamed.count(products.route(logits, self.experts)[0])
         return y
 
     def _many(self, h: Tensor, residual: Tensor | None, batch_invariant: bool) -> Tensor:
         e, logits, p = self.experts, self._logits(h, batch_invariant), products_of(self.experts)
         chosen, weights = products.route(logits, e)
         tokens = _INVARIANT_TOKENS if batch_invariant else products.at_a_time(h.shape[0], e)
+        if self.streamed is not None:
+            self.streamed.count(chosen)
         slots = products.sort(chosen, e, tokens)
-        made = p.grouped_down(p.grouped_up(h, slots, e), slots, e)
+        if self.streamed is not None and self.streamed.stages(h.shape[0]):
+            made = self.streamed.grouped(h, chosen, slots, p)
+        else:
+            made = p.grouped_down(p.grouped_up(h, slots, e), slots, e)
         return products.combine(made, weights, residual, self._shared(h, batch_invariant), logits, e.count)
 
     def _logits(self, h: Tensor, batch_invariant: bool) -> Tensor:

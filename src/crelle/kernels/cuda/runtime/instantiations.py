@@ -18,7 +18,7 @@ from crelle.formats.bcq import BCQTensor, UniformTensor
 from crelle.formats.trellis import BITS, CODES, TrellisTensor
 from crelle.kernels.cuda.attention import decode_attention, paged_attention
 from crelle.kernels.cuda.dense import dense
-from crelle.kernels.cuda.experts import fp4_products, products
+from crelle.kernels.cuda.experts import fp4_products, products, streaming
 from crelle.kernels.cuda.fp4 import fp4_gemm, fp4_gemv
 from crelle.kernels.cuda.fp4.fp4_layout import Fp4Weight
 from crelle.kernels.cuda.integer import integer_encode, integer_gemm, integer_layout
@@ -269,6 +269,7 @@ def _experts(capability: tuple[int, int]) -> Iterator[Instantiation]:
         inner, kind = (2880, 2880, 4096)[i % 3], ("mxfp4", "nvfp4")[(i + i // 3) % 2]
         gate, down = (Fp4Weight(N, n, kind, torch.empty(-(-N // 16), 0)) for N, n in ((inner, K), (K, inner)))
         yield from fp4_products.variants(i, gate, down, capability >= (9, 0))
+    yield from (streaming.COUNT, streaming.PASSES)
 
 
 def _attention_dense_embed() -> Iterator[Instantiation]:

@@ -191,6 +191,13 @@ class Step:
                 )
             )
         self.norm, self.head = _optional(model.output.norm, model), fuse([model.head], dtype)
+        streamed = [x.experts.streamed for x in self.layers if x.experts is not None and x.experts.streamed is not None]
+        self.streams = streamed[0].streams if streamed else None  # of experts in host memory
+
+    def before(self) -> None:
+        """Do what is due between steps: experts change places with others."""
+        if self.streams is not None:
+            self.streams.before_step()
 
     @property
     def chains(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+_REPLAYS = 8  # of a graph that is timed
 
 
 @cache
@@ -48,3 +49,15 @@ def capture(
     with torch.cuda.graph(graph, pool=pool):
         result = run()
     return graph, result
+
+
+def replay_seconds(replay: Callable[[], object]) -> float:
+    """Return the time of a replay on the device; the first two warm up."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    for i in range(_REPLAYS + 2):
+        if i == 2:
+            begin.record()
+        replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / _REPLAYS

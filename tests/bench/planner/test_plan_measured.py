@@ -15,7 +15,7 @@ from crelle.engine.memory.plan import prefill_graph_bytes, working_bytes_of
 from crelle.formats.kv.pages import KVFormat
 from crelle.quantizers.scheme import parse
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "bench" / "results"
 OFF = 0.15
 STEPS = list(measured_steps(RESULTS))
