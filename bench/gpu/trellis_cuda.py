@@ -33,7 +33,7 @@ HALF = torch.float16
 SHAPES = "4096x4096,11008x4096,12288x12288,49152x12288"
 KINDS = "pair:2,pair:3,mul1:3,pair:4,mul1:4"
 WARPS = ((4, 4), (8, 2), (16, 1))  # of a thread block, thread blocks of a multiprocessor
-LOADS = ((2, 1), (4, 1), (2, 2), (4, 2))  # stages, units of a load
+LOADS = ((4, 1), (2, 2), (4, 2), (2, 4))  # stages, units of a load
 ROOM = 227 * 1024
 TOLERANCE = 5e-4
 
@@ -45,14 +45,20 @@ def weight(N: int, K: int, code: str, bits: float) -> Any:
 
 
 def configs(w: TrellisWeight, size: int) -> Iterator[TrellisTileConfig]:
-    """Tile configs besides the one that is chosen, for one and for two thread blocks a multiprocessor."""
+    """Tile configs besides the one that is chosen: for each number of warps, splits that fill the GPU or are 2^n."""
     yield trellis_gemv.choose(w)
-    hopper, tiles = torch.cuda.get_device_capability() == (9, 0), w.units.shape[0]
+    hopper, (tiles, units) = torch.cuda.get_device_capability() == (9, 0), w.units.shape[:2]
     for warps, occupancy in WARPS:
-        most = occupancy * multiprocessors() // 16 * 16 // trellis_gemv.segments(w.units.shape[1])
-        for clusters in sorted({-(-tiles // -(-tiles // max(1, n))) for n in (most // occupancy, most)}):
+        places = occupancy * multiprocessors()
+
+        def idle(split: int, places: int = places) -> float:
+            return -(-tiles * split // places) * places / (tiles * split)
+
+        enough = [s for s in trellis_gemv.SPLITS if units >= 2 * warps * s] or [1]
+        splits = {min(enough, key=idle), *(s for s in enough if s in (1, 2, 4, 8))}
+        for split in sorted(splits) if hopper else [0]:
             for stages, run in LOADS:
-                c = TrellisTileConfig(warps, stages, run, occupancy, clusters if hopper else 0)
+                c = TrellisTileConfig(warps, stages, run, occupancy, split)
                 if occupancy * (trellis_gemv.shared_bytes(w, size, c) + 1024) <= ROOM + 1024:
                     yield c
 

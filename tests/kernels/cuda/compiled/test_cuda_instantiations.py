@@ -24,7 +24,6 @@ MATRIX_FILES = {
     "mixed/mixed_decode.cu",
     "mixed/mixed_gemm.cu",
     "mixed/mixed_gemv.cu",
-    "trellis/trellis_gemm.cu",
     "trellis/trellis_gemv.cu",
 }
 

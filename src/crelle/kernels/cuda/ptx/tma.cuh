@@ -83,18 +83,11 @@ __device__ __forceinline__ void dsmem_store(uint32 to, float4 v, uint32 barrier,
                "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(cluster_address(barrier, rank))
                : "memory");
 }
-__device__ __forceinline__ void dsmem_store(uint32 to, float2 v, uint32 barrier, int rank) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-                   cluster_address(to, rank)),
-               "f"(v.x), "f"(v.y), "r"(cluster_address(barrier, rank))
-               : "memory");
-}
-// Until what other thread blocks of the cluster stored has come.
-__device__ __forceinline__ void wait_for_stores(uint32 barrier, int phase = 0) {
+// Until what other thread blocks of the cluster stored has come; the barrier's first phase.
+__device__ __forceinline__ void wait_for_stores(uint32 barrier) {
   asm volatile(
-      "{\n .reg .pred done;\n again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n @!done "
-      "bra again;\n}" ::"r"(barrier),
-      "r"(phase & 1)
+      "{\n .reg .pred done;\n again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n @!done "
+      "bra again;\n}" ::"r"(barrier)
       : "memory");
 }
 // What a thread block of the cluster has at this place of its shared memory.

@@ -31,7 +31,7 @@ from crelle.kernels.cuda.solver import group_solver, mixed_solver, nested_sweep,
 from crelle.kernels.cuda.step import embed_argmax, residual_norm_pack
 from crelle.kernels.cuda.step.activations import Prologue
 from crelle.kernels.cuda.training import kl_divergence, straight_through
-from crelle.kernels.cuda.trellis import trellis_gemm, trellis_gemv, trellis_layout
+from crelle.kernels.cuda.trellis import trellis_gemv, trellis_layout
 
 HALF, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 K = 2048
@@ -219,14 +219,9 @@ def _trellis(capability: tuple[int, int]) -> Iterator[Instantiation]:
         spec = {"format": "trellis", "shape": [256, 64], "bits": bits, "code": code.name}
         w = trellis_layout.lay_out(TrellisTensor.random(spec, torch.Generator()))
         for j, size in enumerate(trellis_gemv.TOKENS):
-            tall = replace(w, K=4096, block=1024, units=w.units[:, :1].expand((16, 43, 192)[(i + j) % 3], 256, -1))
+            tall = replace(w, units=w.units[:, :1].expand((16, 43, 192)[(i + j) % 3], 256, -1))
             config = trellis_gemv.choose(tall, 132, capability == (9, 0))
-            yield trellis_gemv.product_variant(tall, size, config, (HALF, BF16)[(i + j) % 2])
-            if trellis_gemv.encodes_itself(tall, config):
-                op = _OPS[(i + 3 * j) % len(_OPS)]
-                yield trellis_gemv.product_variant(tall, size, config, (HALF, BF16)[(i + j + 1) % 2], op)
-            rows = (32, 64)[(i + j) % 2]
-            yield trellis_gemm.variant(tall, trellis_gemm.choose(tall, rows, 132, capability == (9, 0)))
+            yield trellis_gemv.product_variant(w, size, config, (HALF, BF16)[(i + j) % 2])
         yield trellis_gemv.dequant_variant(replace(w, K=K + i % 2), (HALF, BF16)[i // 2 % 2])
     for i, op in enumerate(_OPS):
         for j, size in enumerate(trellis_gemv.TOKENS):

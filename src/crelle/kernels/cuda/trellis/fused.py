@@ -1,6 +1,6 @@
 """Trellis weights in a decoder's step: trellis_gemv.cu for few rows, which encodes what comes before; torch for more.
 
-Batch-invariant products take trellis_gemv.cu for any number of rows: it has one order of sums for all.
+Batch-invariant products take trellis_gemv.cu for any number of rows: its sums are exact, so no order has to be fixed.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,6 @@ class TrellisLinear(FusedLinear):
         out: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(x, Tensor), "digits are for planes"
-        if trellis_gemv.encodes_itself(w) and all(t is None or t.data_ptr() % 16 == 0 for t in (x, *of_norm(norm)[:2])):
-            return trellis_gemv.encode_product(x, w, op, *of_norm(norm), bias, residual).to(dtype)
         return trellis_gemv.product(trellis_gemv.encode(x, w, op, *of_norm(norm)), w, bias, residual).to(dtype)
 
     def _multiply_each(self, x: Tensor | BitSerialX, op: Prologue, norm: Norm | None, dtype: torch.dtype) -> Tensor:

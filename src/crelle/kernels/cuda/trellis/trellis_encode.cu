@@ -1,13 +1,15 @@
 // x [tokens, K] for trellis_gemv.cu: what comes before the product (`Prologue`), signs and Hadamard matrices
-// (crelle.formats.wrappers.rotated), and 16 bits for each input with one scale for each segment (trellis_prologue.cuh),
-// as two digits, 256 high + low.
+// (crelle.formats.wrappers.rotated), and 16 bits for each input with one scale for the token, as two digits, 256 high +
+// low.
 //
 // A warp has 1024 inputs at a time, lane l 8 from 256c + 8l on for c < 4: so any block of the rotation is inside a
-// warp. All is f32, in the order of crelle.formats.wrappers.hadamard. Segments that have anything but finite
-// values get the scale NaN. A token's bits do not depend on the others.
-#include "trellis/trellis_prologue.cuh"
+// warp. All is f32, in the order of crelle.formats.wrappers.hadamard. A token that has anything but finite values gets
+// the scale NaN. A token's bits do not depend on the others.
+#include "step/prologue.cuh"
 
 namespace crelle {
+
+constexpr float RANGE = 32512;  // 127 * 256: what two digits hold
 
 // signs: a bit for each input, 1 where it changes its sign, or null; block: of the rotation, at most 1024; root:
 // 1/sqrt(block).
@@ -30,7 +32,7 @@ struct Rotation {
       if (step >= block) break;
 #pragma unroll
       for (int i = 0; i < 32; i++)
-        if (!(i & step)) butterfly(f[i / 8][i % 8], f[i / 8][i % 8 + step]);
+        if (!(i & step)) both(f[i / 8][i % 8], f[i / 8][i % 8 + step]);
     }
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -45,14 +47,18 @@ struct Rotation {
     }
     if (block > 256) {
 #pragma unroll
-      for (int e = 0; e < 8; e++) butterfly(f[0][e], f[1][e]), butterfly(f[2][e], f[3][e]);
+      for (int e = 0; e < 8; e++) both(f[0][e], f[1][e]), both(f[2][e], f[3][e]);
     }
     if (block > 512) {
 #pragma unroll
-      for (int e = 0; e < 8; e++) butterfly(f[0][e], f[2][e]), butterfly(f[1][e], f[3][e]);
+      for (int e = 0; e < 8; e++) both(f[0][e], f[2][e]), both(f[1][e], f[3][e]);
     }
 #pragma unroll
     for (int i = 0; i < 32; i++) f[i / 8][i % 8] = __fmul_rn(f[i / 8][i % 8], root);
+  }
+  static __device__ __forceinline__ void both(float &a, float &b) {
+    const float sum = __fadd_rn(a, b);
+    b = __fsub_rn(a, b), a = sum;
   }
   __device__ __forceinline__ void load(uint32 (&to)[4], int k, int K) const {
 #pragma unroll
@@ -61,17 +67,17 @@ struct Rotation {
 };
 
 // x (gated: [tokens, 2K], gate then up); norm, shift [K] may be null. digits [groups of M tokens][units of 16 inputs]
-// [token][high, low][4] words of 4 inputs; scales, sums (of 256 high + low) [tokens, segments], at most 8. Tokens of
-// the last group that do not exist are zeros. ALIGNED: K is a multiple of 8. Grid (tokens rounded up to M).
+// [token][high, low][4] words of 4 inputs; scales, sums (of 256 high + low) [tokens]. Tokens of the last group that do
+// not exist are zeros. ALIGNED: K is a multiple of 8. Grid (tokens rounded up to M).
 template <Prologue OP, int M, bool ALIGNED, int WARPS, typename T>
 __global__ void __launch_bounds__(WARPS * 32)
     trellis_encode(const T *x, const T *__restrict__ norm, const T *__restrict__ shift,
                    const unsigned char *__restrict__ signs, uint2 *digits, float *scales, int *sums, int tokens, int K,
-                   int units, int segments, int block, float root, float eps) {
+                   int units, int block, float root, float eps) {
   constexpr bool NORM = OP == RMS_NORM || OP == LAYER_NORM;
   __shared__ float2 parts[1][WARPS];
-  __shared__ uint32 maxima[8];
-  __shared__ int totals[8];
+  __shared__ float maxima[WARPS];
+  __shared__ int totals[WARPS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = blockIdx.x, pieces = (units * 16 + 1023) / 1024;
   const Rotation rotation = {signs, block, root};
   uint2 *const to = digits + ((size_t)(token / M) * units * M + token % M) * 4;  // [units][M][high, low][2]
@@ -81,18 +87,10 @@ __global__ void __launch_bounds__(WARPS * 32)
     for (int i = threadIdx.x; i < units * 4; i += WARPS * 32) to[(size_t)(i / 4) * M * 4 + i % 4] = make_uint2(0, 0);
     return;
   }
-  if (threadIdx.x < 8) maxima[threadIdx.x] = totals[threadIdx.x] = 0;
-  __syncthreads();
   uint32 signs_of[4];
   rotation.load(signs_of, warp * 1024 + lane * 8, K);
   grid_dependency_wait();
 
-  const auto segment_of = [&](int k) { return ((k / 64 + 1) * segments - 1) / (units / 4); };
-  const auto each_segment = [&](int k, auto f) {  // of the 256 inputs that a warp has from its lane 0's k on
-    const int own = segment_of(k), last = min(segments - 1, __shfl_sync(~0u, own, 31));
-#pragma unroll 1
-    for (int s = __shfl_sync(~0u, own, 0); s <= last; s++) f(s, own == s);
-  };
   const T *const row = x + (size_t)token * K * (is_gated(OP) ? 2 : 1);
   const auto load = [&](uint4(&v)[4], int piece) {
 #pragma unroll
@@ -130,44 +128,57 @@ __global__ void __launch_bounds__(WARPS * 32)
       open<T>(f[c], applied<OP, ALIGNED>(v[c], row, piece * 1024 + c * 256 + lane * 8, K, n, norm, shift));
     rotation.apply(f, signs_of);
   };
+  float most = 0;
 #pragma unroll 1
   for (int piece = warp; piece < pieces; piece += WARPS) {
     make(piece);
 #pragma unroll
-    for (int c = 0; c < 4; c++) {
-      uint32 most = 0;
-#pragma unroll
-      for (int e = 0; e < 8; e++) most = max(most, __float_as_uint(fabsf(f[c][e])));
-      each_segment(piece * 1024 + c * 256 + lane * 8, [&](int s, bool mine) {
-        const uint32 all = __reduce_max_sync(~0u, mine ? most : 0);
-        if (lane == 0) atomicMax(maxima + s, all);
-      });
-    }
+    for (int i = 0; i < 32; i++) most = max_nan(most, fabsf(f[i / 8][i % 8]));
   }
+#pragma unroll
+  for (int i = 16; i; i /= 2) most = max_nan(most, __shfl_xor_sync(~0u, most, i));
+  if (lane == 0) maxima[warp] = most;
   __syncthreads();
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) most = max_nan(most, maxima[w]);
+  const bool finite = most <= 3.4028234e38f, zero = most < 0x1p-100f;
+  const float inverse = finite && !zero ? __fdiv_rn(RANGE, most) : 0;
+
+  int sum = 0;
 #pragma unroll 1
   for (int piece = warp; piece < pieces; piece += WARPS) {
     if (!once) make(piece);
 #pragma unroll
     for (int c = 0; c < 4; c++) {
       const int k = piece * 1024 + c * 256 + lane * 8;
-      int sum = 0;
-      if (k < units * 16) {
-        uint2 high, low;
-        sum = digits_of(f[c], DigitScale(maxima[segment_of(k)]).inverse, high, low);
-        uint2 *const at = to + (size_t)(k / 16) * M * 4 + k % 16 / 8;
-        at[0] = high, at[2] = low;
+      uint32 q[8], high[2], low[2];
+#pragma unroll
+      for (int e = 0; e < 8; e++) {
+        const int code = inverse > 0 ? __float2int_rn(__fmul_rn(f[c][e], inverse)) : 0;
+        sum += code, q[e] = code;
       }
-      each_segment(k, [&](int s, bool mine) {
-        const int all = __reduce_add_sync(~0u, mine ? sum : 0);
-        if (lane == 0) atomicAdd(totals + s, all);
-      });
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const uint32 *const a = q + 4 * i;
+        low[i] = __byte_perm(__byte_perm(a[0], a[1], 0x0040), __byte_perm(a[2], a[3], 0x0040), 0x5410);
+        high[i] = __byte_perm(__byte_perm(a[0] + 128, a[1] + 128, 0x0051), __byte_perm(a[2] + 128, a[3] + 128, 0x0051),
+                              0x5410);
+      }
+      if (k >= units * 16) continue;
+      uint2 *const at = to + (size_t)(k / 16) * M * 4 + k % 16 / 8;
+      at[0] = make_uint2(high[0], high[1]), at[2] = make_uint2(low[0], low[1]);
     }
   }
+#pragma unroll
+  for (int i = 16; i; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
+  if (lane == 0) totals[warp] = sum;
   __syncthreads();
-  if (threadIdx.x < segments) {
-    sums[token * segments + threadIdx.x] = totals[threadIdx.x];
-    scales[token * segments + threadIdx.x] = DigitScale(maxima[threadIdx.x]).scale;
+  if (threadIdx.x == 0) {
+    int total = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) total += totals[w];
+    sums[token] = total;
+    scales[token] = finite ? zero ? 0 : __fdiv_rn(most, RANGE) : __int_as_float(0x7fffffff);
   }
 }
 

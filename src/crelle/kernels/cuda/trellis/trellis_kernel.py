@@ -1,9 +1,9 @@
 """The CUDA kernels of trellis codes, rotated or not, as a Kernel: `cuda-trellis`.
 
-A few rows of x are encoded once for all weights with the same rotation, signs and Hadamard matrices on the way; more
-are rotated (trellis_gemm.py), and for many the weight is dequantized, and torch multiplies (trellis_gemv.py).
-Behind them stands a torch operator, `crelle::trellis_matmul`, with a fake implementation, so that torch.compile sees
-through it; without a compiler it is skipped (crelle.kernels.eager).
+A few rows of x are encoded once for all weights with the same rotation, signs and Hadamard matrices on the way; for
+many the weight is dequantized, and torch multiplies (trellis_gemv.py). Behind them stands a torch operator,
+`crelle::trellis_matmul`, with a fake implementation, so that torch.compile sees through it; without a compiler it is
+skipped (crelle.kernels.eager).
 """
 
 from typing import TYPE_CHECKING, Any

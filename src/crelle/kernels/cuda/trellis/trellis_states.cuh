@@ -4,12 +4,8 @@
 // tensor core instruction as they are: with x repeated to match, the instruction adds them up. So what a weight costs
 // is finding the 16 bits: a shift across two words where they cross them, and a mask (PRMT, LOP3, or a shift right,
 // which is one as well). Where states are 1, 2, 4 or 8 bits apart, one shift across words serves three states, 8 bits
-// from one another; the lowest of them needs no mask where the highest is a state as well (`bytes`). A state inside a
-// word at another place takes a shift left, which the multipliers do, and one right.
-//
-// On an H200 (registers alone, cycles of a scheduler): a product 2, a mask or a shift across words 2, in another unit
-// at the same time, IMMA 6; but masks, shifts and IMMA add up. So the integer units and the tensor core bound the
-// decoding, and what the multipliers can do for them pays.
+// from one another. A state inside a word at another place takes a shift left, which the multipliers do, and one right:
+// the integer units, which do the rest, are the busier ones.
 #pragma once
 #include "ptx/tensorcore.cuh"
 
@@ -61,9 +57,6 @@ struct Trellis {
     if (8 % SHIFT == 0 && bit % 8) from = bit / 8 / 3 * 24 + bit % 8;  // the same one for three states
     const uint32 bits = window(ring, from);
     const int at = bit - from;
-    // The low half of a window whose high half is a state as well: (low + 2^16 high) M - 2^16 (high M).
-    if (8 % SHIFT == 0 && at == 0 && (bit % 8 || bit % 32 == 0) && bit + 16 < WORDS * 32)
-      return multiply_add((bits >> 16) * MULTIPLIER, 0xffff0000u, bits * MULTIPLIER);
     const uint32 state = at == 16  ? bits >> 16
                          : at == 8 ? __byte_perm(bits, 0, 0x4421)
                          : at == 0 ? __byte_perm(bits, 0, 0x4410)

@@ -108,12 +108,7 @@ inline void dsmem_store(uint32 to, float4 v, uint32 barrier, int rank) {
   bulk_copies.push_back(
       {cluster_address(to, rank), std::vector<char>(first, first + 16), cluster_address(barrier, rank)});
 }
-inline void dsmem_store(uint32 to, float2 v, uint32 barrier, int rank) {
-  const char *first = reinterpret_cast<const char *>(&v);
-  bulk_copies.push_back(
-      {cluster_address(to, rank), std::vector<char>(first, first + 8), cluster_address(barrier, rank)});
-}
-inline void wait_for_stores(uint32 barrier, int phase = 0) { wait_barrier(barrier, phase); }
+inline void wait_for_stores(uint32 barrier) { wait_barrier(barrier, 0); }
 inline float4 dsmem_load(uint32 address, int rank) {
   float4 v;
   memcpy(&v, at_shared(cluster_address(address, rank)), sizeof v);

@@ -346,10 +346,6 @@ inline T reduced(T v, F both) {
 inline unsigned __reduce_max_sync(unsigned, unsigned v) {
   return reduced(v, [](unsigned a, unsigned b) { return a > b ? a : b; });
 }
-inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
-  for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
-  return c;
-}
 inline int __reduce_add_sync(unsigned, int v) {
   return reduced(v, [](int a, int b) { return a + b; });
 }
