@@ -11,6 +11,7 @@ So tokens must be those of the CPU's own executor, and whatever the host does wr
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ class EmulatedExecutor(CudaExecutor):
     """A CudaExecutor whose layers run on the CPU."""
 
     def __init__(self, on_cpu: Executor, model: Any, layers: Sequence[KVPages], centers: Any, **options: Any) -> None:
-        step: Any = object()  # nothing is packed
+        step: Any = SimpleNamespace(before=lambda: None, streams=None)  # nothing is packed
         super().__init__(model, layers, centers, step=step, **options)
         self.on_cpu, self.prefill_differs = on_cpu, on_cpu.prefill_differs
 

@@ -5,12 +5,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import write_tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crelle.engine.llm import LLM
-from crelle.engine.sampling.sampler import Sampler, Sampling
+from crelle.engine.sampling import batch_sampler
+from crelle.engine.sampling.sampler import Sampling
 from crelle.engine.sampling.stop_filter import StopFilter
 from crelle.engine.tokenization.tokenizer import Detokenizer, Tokenizer
 from crelle.models.loader import load
@@ -131,7 +133,7 @@ def test_generated_text_continues_the_prompt_with_its_space(
     model, weights = load(write_tiny_model(tmp_path, vocab_size=280), device="cpu")
     prompt, whole = sentencepiece.encode("one and two"), sentencepiece.encode("one and two the tea")
     script = iter(whole[len(prompt) :])
-    monkeypatch.setattr(Sampler, "sample", lambda self, logits, so_far: next(script))
+    monkeypatch.setattr(batch_sampler, "random_tokens", lambda logits, samplers: torch.tensor([next(script)]))
     llm = LLM(model, sentencepiece, weights)
     assert (
         llm.generate("one and two", Sampling(max_tokens=len(whole) - len(prompt), temperature=1.0)).text == " the tea"

@@ -20,7 +20,7 @@ KINDS = {  # by the first pattern that a kernel's name has
     "attention": r"paged_attend|decode_attention|flash|fmha",
     "append": r"paged_append|paged_read",
     "encode": r"add_norm_pack|pack_x|permute_x|encode|trellis_rotate|crelle::apply",
-    "routing": r"router_logits|crelle::route|sort_slots|combine",
+    "routing": r"router_logits|crelle::route|sort_slots|combine|count_experts|passes_of_group",
     "gemm": r"gemm|gemv|expert_up|expert_down|cutlass|cublas|nvjet|xmma|splitK|mixed_decode|_dequant|lut",
 }
 MEANING = {
