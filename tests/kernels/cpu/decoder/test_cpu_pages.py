@@ -38,8 +38,8 @@ FORMATS = [
     *("kv3", "kv2", "k4v2", "k8v4:page=5", "k16v3", "k3v16:page=32", "k2v8:group=16,rotate=false", "4,layers.1=k8v16"),
 ]
 # Relative, of the norm of logits: a code that falls to the other side of a half moves them by more than f32 does.
-# With AMX, prompts of the step are bf16 tiles, those of a layer by itself int8 tiles below 256 rows: 1e-4 apart, by which
-# some codes of keys and values fall to the other side. Measured: 0.00205, 0.035 at 8, 4 bits.
+# With AMX, prompts of the step are bf16 tiles, those of a layer by itself int8 tiles below 256 rows: 1e-4 apart, so
+# that some codes fall to the other side. Measured: 0.00205, 0.035 at 8, 4 bits.
 TOLERANCE = {16: 1e-4, 8: 4e-3, 4: 6e-2, 3: 6e-2, 2: 6e-2}
 
 
