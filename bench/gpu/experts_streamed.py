@@ -145,7 +145,7 @@ def bandwidth(tokens: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def copy_speed(host: Tensor, device: Tensor, piece: int) -> float:
-    """Return GB/s of copies of so many bytes at a time."""
+    """Return GB/s of copies of this size."""
 
     def copies() -> None:
         for i in range(len(device) // piece):

@@ -21,7 +21,7 @@ from crelle.kernels.cuda.experts.host_memory import share_slots, staged_experts
 from crelle.quantizers.base import Quantizer
 
 PCIE = 40.0  # GB/s that kernels read from pinned host memory over PCIe 5 x16: 35 to 47 measured on an H200
-_SHARES = (0.5, 0.75, 0.9)  # of hits, besides what chance hits
+_SHARES = (0.5, 0.75, 0.9)  # of hits, beside what chance hits
 _F16 = 2  # bytes
 
 

@@ -122,7 +122,7 @@ def block_bytes() -> int:
 def streamed(
     monkeypatch: pytest.MonkeyPatch, slots: int, layers: int = 1, disk: Path | None = None
 ) -> tuple[list[FusedExperts], Recorder]:
-    """Return layers with so many slots each, and with room for two experts in each half of the staging buffer.
+    """Return layers with this number of slots each, and with room for two experts in each half of the staging buffer.
 
     disk: a folder for the experts, for which host memory then has no room.
     """

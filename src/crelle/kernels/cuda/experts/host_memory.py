@@ -246,7 +246,7 @@ class ExpertOffload:
             for expert in range(len(layer.experts)):
                 self._move(layer, expert)
         if self._pins:
-            torch.cuda.empty_cache()  # for whoever shares the GPU
+            torch.cuda.empty_cache()  # for other processes on the GPU
 
     def _allocate(self, size: int) -> Tensor:
         memory = huge_pages(size) if HUGE_PAGES else small_pages(size)

@@ -211,7 +211,7 @@ def _grid(sets: int, blocks: int, s: ExpertGemvConfig, rows: int) -> int:
     """
     processors, mine = multiprocessors(), -(-blocks // (s.cluster * s.warps))
 
-    def cost(each: int) -> tuple[int, bool, int]:  # sets of a multiprocessor, if a cluster takes so many
+    def cost(each: int) -> tuple[int, bool, int]:  # sets of a multiprocessor, if a cluster takes `each`
         count = rows * s.cluster * -(-sets // each)
         resident = min(s.occupancy, -(-count // processors))
         waves = -(-count // (resident * processors))

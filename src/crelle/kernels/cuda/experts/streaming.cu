@@ -1,4 +1,4 @@
-// What streaming experts needs besides their products (streaming.py): how often they are taken, and which passes of a
+// What streaming experts needs beside their products (streaming.py): how often they are taken, and which passes of a
 // batch (routing.cu) are of experts that are in memory now.
 #include "ptx/warp.cuh"
 
